@@ -1,0 +1,54 @@
+"""Defaults for drafters: everything but `propose`. Nothing here knows a method."""
+
+from dataclasses import dataclass
+
+from specdec.protocols import (
+    DraftBuffers,
+    DraftContext,
+    DrafterCapabilities,
+    StateView,
+    TargetView,
+    VerifyContext,
+)
+
+
+@dataclass
+class DrafterConfig:
+    """Base of a drafter's configuration; `name` selects the drafter."""
+
+    name: str = "none"
+
+
+class DrafterBase:
+    """Base class with defaults for the whole life cycle except `propose`.
+
+    Args:
+        config: the drafter's own configuration.
+    """
+
+    capabilities = DrafterCapabilities()
+
+    def __init__(self, config: DrafterConfig) -> None:
+        self.config = config
+
+    def load(self, target: TargetView) -> None:
+        """Load nothing."""
+
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Keep the views."""
+        self.state = state
+        self.buffers = buffers
+
+    def add_request(self, req_state_idx: int) -> None:
+        """Keep nothing by row."""
+
+    def propose(self, ctx: DraftContext) -> None:
+        """Fill `self.buffers.draft_tokens[row, :K]`; -1 where there is no draft."""
+        raise NotImplementedError
+
+    def observe(self, ctx: VerifyContext) -> None:
+        """Learn nothing."""
+
+    def state_bytes(self) -> int:
+        """Return 0: nothing is kept beside weights and KV."""
+        return 0

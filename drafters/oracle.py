@@ -1,0 +1,81 @@
+"""Replays given texts: an upper bound, and a probe of the harness itself.
+
+A row whose prompt begins one of the given texts is proposed that text's continuation. With `rates`,
+the draft at position i is replaced by a wrong token with probability 1 - rates[i], independently,
+so that against a target that writes the given text the conditional acceptance per position equals
+the rates.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from drafters.base import DrafterBase, DrafterConfig
+from runner.rows import scatter_rows
+from specdec.errors import ConfigError
+from specdec.protocols import DraftContext, DrafterCapabilities, TargetView
+from specdec.registry import register_drafter
+
+
+@dataclass
+class OracleConfig(DrafterConfig):
+    """Parameters of the oracle.
+
+    Args:
+        texts: token ids of whole texts, prompt included.
+        rates: acceptance wanted at each draft position, in [0, 1]; the last one holds for all
+            positions behind it. Empty: replay faithfully.
+    """
+
+    name: str = "oracle"
+    texts: list[list[int]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Check the rates."""
+        for rate in self.rates:
+            if not 0 <= rate <= 1:
+                raise ConfigError(f"drafter oracle: rate {rate} is not in [0, 1]")
+
+
+@register_drafter("oracle", OracleConfig)
+class OracleDrafter(DrafterBase):
+    """Knows the texts; -1 past their ends and for unknown prompts."""
+
+    capabilities = DrafterCapabilities(variable_length=True)
+    config: OracleConfig
+
+    def load(self, target: TargetView) -> None:
+        """Lay the texts out as one padded table."""
+        self._vocab_size = target.vocab_size
+        longest = max((len(text) for text in self.config.texts), default=1)
+        width = longest + target.num_speculative_tokens
+        table = torch.full((max(len(self.config.texts), 1), width), -1, dtype=torch.int64)
+        for i, text in enumerate(self.config.texts):
+            table[i, : len(text)] = torch.tensor(text, dtype=torch.int64)
+        self._texts = table.to(target.device)
+        rates = self.config.rates or [1.0]
+        padded = [rates[min(i, len(rates) - 1)] for i in range(target.num_speculative_tokens)]
+        self._rates = torch.tensor(padded, device=target.device)
+
+    def propose(self, ctx: DraftContext) -> None:
+        """Find each row's text by its prompt and propose what follows."""
+        num_drafts = self.buffers.num_speculative_tokens
+        rows = ctx.idx_mapping.long().clamp(min=0)
+        width = min(ctx.state.all_token_ids.shape[1], self._texts.shape[1])
+        tokens = ctx.state.all_token_ids[rows, :width].long()
+        total_len = ctx.state.total_len[rows].long()[:, None]
+        columns = torch.arange(width, device=tokens.device)
+        outside = columns >= ctx.state.prompt_len[rows][:, None]
+        same = (tokens[:, None] == self._texts[None, :, :width]) | outside[:, None]
+        known = same.all(2)
+        text = self._texts[known.int().argmax(1)]
+        position = total_len + torch.arange(num_drafts, device=tokens.device)
+        drafts = text.gather(1, position.clamp(max=text.shape[1] - 1))
+        usable = known.any(1)[:, None] & (position < text.shape[1])
+        drafts = torch.where(usable & (drafts >= 0), drafts, -1)
+        if self.config.rates:
+            noise = ctx.noise.uniform(rows.repeat_interleave(num_drafts), position.reshape(-1))
+            wrong = noise.view_as(drafts) >= self._rates
+            drafts = torch.where(wrong & (drafts >= 0), (drafts + 1) % self._vocab_size, drafts)
+        scatter_rows(self.buffers.draft_tokens, ctx.idx_mapping, drafts)

@@ -1,0 +1,17 @@
+"""Which implementation a launcher takes: the Triton kernel or its torch twin.
+
+CPU tensors take the twin. Under Triton's interpreter (TRITON_INTERPRET=1, read when a kernel is
+decorated) CPU tensors run the kernel itself, which is how kernels are held to their twins on a
+machine without a GPU.
+"""
+
+import os
+
+from torch import Tensor
+
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Return whether a launcher given this tensor must run its kernel."""
+    return tensor.is_cuda or _INTERPRETING

@@ -1,0 +1,164 @@
+"""Names to models and tokenizers: the embedded target, a local folder, or a hub id."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from runner.models.hf import HFModel
+from runner.weights import EMBEDDED_NAME, check_weight_files, ensure_embedded_target
+from specdec.errors import ConfigError, WeightsError
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn a dtype's name into the dtype; "auto" is bf16 where the device is fast at it, else fp32.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name == "auto":
+        return torch.bfloat16 if _fast_bf16(device) else torch.float32
+    if name not in known:
+        raise ConfigError(f"dtype={name!r} is not allowed; give auto, {', '.join(known)}")
+    return known[name]
+
+
+def _fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn a device's name into the device; "auto" takes a GPU where there is one.
+
+    Raises:
+        ConfigError: the name is unknown, or a GPU is asked for and there is none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not allowed; give auto, cpu, cuda or cuda:<index>")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch {torch.__version__} finds no GPU; give cpu")
+    return torch.device(name)
+
+
+def locate(name: str) -> str:
+    """Return what transformers can load for a model's name: a folder, or the hub id as it is.
+
+    Raises:
+        WeightsError: the folder holds no usable safetensors.
+    """
+    if name == EMBEDDED_NAME:
+        return str(ensure_embedded_target())
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        check_weight_files(folder)
+        return str(folder)
+    if name.startswith((".", "/", "~")):
+        raise WeightsError(f"model folder {name!r} does not exist; give a folder or a hub id")
+    return name
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target that several engines may share."""
+
+    name: str
+    model: HFModel
+    tokenizer: Any | None
+
+
+def load_target(name: str, dtype: torch.dtype, device: torch.device) -> LoadedTarget:
+    """Load a target and its tokenizer.
+
+    Raises:
+        WeightsError: they cannot be found or read.
+        UnsupportedError: the architecture cannot be run here.
+    """
+    return LoadedTarget(name, load_model(name, dtype, device), load_tokenizer(name))
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Raises:
+        WeightsError: it cannot be found or read.
+    """
+    source = locate(name)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise WeightsError(_cannot_load("tokenizer", name, error)) from error
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
+    """Load a causal language model from safetensors.
+
+    Raises:
+        WeightsError: it cannot be found or read.
+        UnsupportedError: its architecture cannot be run here.
+    """
+    source = locate(name)
+    started = time.perf_counter()
+    try:
+        config = AutoConfig.from_pretrained(source)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise WeightsError(_cannot_load("model", name, error)) from error
+    adapter = HFModel(model.to(device))
+    logger.info(
+        "loaded %s: %.0f M parameters, %s, %s, %.1f s",
+        name,
+        model.num_parameters() / 1e6,
+        str(dtype).removeprefix("torch."),
+        device,
+        time.perf_counter() - started,
+    )
+    return adapter
+
+
+def eos_token_ids(model: HFModel, tokenizer: Any | None) -> frozenset[int]:
+    """Return the ids that end a text: the generation config's, else the tokenizer's."""
+    configured = getattr(model.model.generation_config, "eos_token_id", None)
+    if configured is None and tokenizer is not None:
+        configured = tokenizer.eos_token_id
+    if configured is None:
+        return frozenset()
+    return frozenset(configured if isinstance(configured, list) else [configured])
+
+
+def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
+    """Check that two tokenizers give the same ids to the same tokens.
+
+    Raises:
+        ConfigError: they differ; the message names the first difference.
+    """
+    expected, given = target.get_vocab(), draft.get_vocab()
+    if expected == given:
+        return
+    differing = [t for t in expected if given.get(t) != expected[t]] or list(
+        given.keys() - expected.keys()
+    )
+    token = min(differing, key=lambda t: expected.get(t, given.get(t, 0)))
+    raise ConfigError(
+        f"draft model {name!r} has another tokenizer than the target ({len(given)} and "
+        f"{len(expected)} tokens; {token!r} has id {given.get(token)} and {expected.get(token)}); "
+        f"give a draft model with the target's tokenizer"
+    )
+
+
+def _cannot_load(what: str, name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:300]
+    return f"cannot load {what} {name!r}: {reason}"

@@ -1,0 +1,72 @@
+"""How many KV blocks the device's memory allows.
+
+On a GPU the largest steps are run once, as padding through `execute_model` (they touch no state),
+and the KV cache gets what is left. On a CPU it gets what all rows could need, at most 2 GiB; pages
+are mapped only when they are first written.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from runner.input_batch import StepPlan
+from specdec.errors import CapacityError
+
+if TYPE_CHECKING:
+    from runner.model_runner import ModelRunner
+
+_CPU_LIMIT_BYTES = 2 * 2**30
+_GPU_FRACTION = 0.9  # of the device's memory, for weights, activations and KV together
+
+
+def padding_plan(num_places: int, query_len: int, is_prefill: bool) -> StepPlan:
+    """Return a plan of padding alone: it runs at full cost and touches no state."""
+    flag = np.full(num_places, is_prefill)
+    return StepPlan(
+        rows_np=np.full(num_places, -1, dtype=np.int32),
+        query_lens_np=np.full(num_places, query_len, dtype=np.int32),
+        is_prefill_np=flag,
+        is_last_chunk_np=flag,
+        max_seq_len=query_len,
+        max_total_len=query_len + 1,
+    )
+
+
+def choose_num_kv_blocks(runner: "ModelRunner") -> int:
+    """Return the number of KV blocks for a runner whose caches are still minimal.
+
+    Raises:
+        CapacityError: not even one request of `max_model_len` tokens fits.
+    """
+    config = runner.config
+    per_block = sum(kv.bytes_per_block for kv in runner.kv_caches)
+    blocks_per_req = -(-config.max_model_len // config.block_size)
+    full = config.max_num_reqs * blocks_per_req
+    if runner.device.type == "cuda":
+        available = _profile_gpu(runner)
+    else:
+        available = _CPU_LIMIT_BYTES
+    num_blocks = min(full, available // per_block)
+    if num_blocks < blocks_per_req:
+        raise CapacityError(
+            f"the KV cache has {max(available, 0) / 2**30:.2f} GiB, which is "
+            f"{max(num_blocks, 0)} blocks; one request of max_model_len={config.max_model_len} "
+            f"takes {blocks_per_req}; lower max_model_len, max_num_reqs or max_num_batched_tokens"
+        )
+    return num_blocks
+
+
+def _profile_gpu(runner: "ModelRunner") -> int:
+    """Run the largest steps as padding and return the bytes left for KV."""
+    config = runner.config
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    runner.execute_model(padding_plan(1, config.max_num_batched_tokens, True)).output.wait()
+    width = config.num_speculative_tokens + 1
+    places = min(config.max_num_reqs, config.max_num_batched_tokens // width)
+    runner.execute_model(padding_plan(places, width, False)).output.wait()
+    peak = torch.cuda.max_memory_allocated(runner.device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(runner.device)
+    others = total - free - torch.cuda.memory_reserved(runner.device)
+    return int(total * _GPU_FRACTION) - others - peak

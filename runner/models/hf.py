@@ -1,0 +1,158 @@
+"""Adapter over a transformers causal language model: flattened tokens in, hidden states out.
+
+The runner feeds one sequence of T tokens that belong to any number of requests; our paged attention
+(`runner.attention`), registered through transformers' attention interface, keeps them apart.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from runner.attention import ATTENTION_NAME, AttentionMetadata, build_attention_metadata
+from runner.kv_cache import PagedKVCache
+from specdec.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+# Families whose attention modules hand every option they use to the attention interface; the tests
+# hold each to transformers' own generate. Any other family has to pass `check_parity` when loaded.
+PROVEN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_PARITY_TOKENS = 24
+_PARITY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class HFModel:
+    """A transformers model behind the runner's interface.
+
+    Args:
+        model: causal language model, weights loaded, on its device; it is switched to our attention.
+
+    Raises:
+        UnsupportedError: the architecture cannot be run here; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        _refuse(config)
+        self.model = model.eval().requires_grad_(False)
+        self.decoder: nn.Module = model.get_decoder()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise UnsupportedError(f"model type {config.model_type!r} has no output head")
+        self.head: nn.Module = head
+        self.config = config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        self.num_kv_heads: int = config.num_key_value_heads
+        head_size = getattr(config, "head_dim", None)
+        self.head_size: int = head_size or config.hidden_size // config.num_attention_heads
+        self.max_position_embeddings: int = config.max_position_embeddings
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        reference = None
+        if config.model_type not in PROVEN_FAMILIES:
+            reference = _parity_logits(model, self.vocab_size, self.device)
+        model.set_attn_implementation(ATTENTION_NAME)
+        if reference is not None:
+            self._check_parity(*reference)
+
+    def make_kv_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
+        """Allocate a paged KV cache of this model's shape."""
+        return PagedKVCache(
+            self.num_layers,
+            num_blocks,
+            block_size,
+            self.num_kv_heads,
+            self.head_size,
+            self.dtype,
+            self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata
+    ) -> Tensor:
+        """Run the decoder.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64.
+            attn_metadata: which tokens belong together, and where their KV lies.
+
+        Returns:
+            Hidden states after the last norm, [T, hidden_size].
+        """
+        output = self.decoder(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            attn_metadata=attn_metadata,
+        )
+        return output.last_hidden_state[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits [L, V] of hidden states [L, hidden_size]."""
+        return self.head(hidden_states)
+
+    def _check_parity(self, token_ids: Tensor, expected: Tensor) -> None:
+        """Compare our forward with transformers' own on random tokens.
+
+        Raises:
+            UnsupportedError: the logits differ.
+        """
+        num_tokens = len(token_ids)
+        kv = self.make_kv_cache(num_blocks=2, block_size=num_tokens)
+        positions = torch.arange(num_tokens, device=self.device)
+        metadata = build_attention_metadata(
+            kv,
+            block_table=torch.zeros(1, 1, dtype=torch.int32, device=self.device),
+            idx_mapping=torch.zeros(1, dtype=torch.int32, device=self.device),
+            query_lens_np=positions.cpu().numpy()[-1:] + 1,
+            positions=positions,
+            seq_lens=torch.full((1,), num_tokens, dtype=torch.int32, device=self.device),
+            slot_mapping=positions,
+            max_seq_len=num_tokens,
+        )
+        ours = self.compute_logits(self.forward(token_ids, positions, metadata)).float()
+        error = float((ours - expected).norm() / expected.norm())
+        allowed = _PARITY_TOLERANCE.get(self.dtype, 5e-2)
+        if not error <= allowed:
+            raise UnsupportedError(
+                f"model type {self.config.model_type!r} gives other logits through our attention "
+                f"(relative difference {error:.2g}, allowed {allowed:.0e}); "
+                f"proven families: {', '.join(sorted(PROVEN_FAMILIES))}"
+            )
+        logger.info("model type %s: parity %.1e", self.config.model_type, error)
+
+
+def _refuse(config: Any) -> None:
+    """Refuse what would run and be wrong."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "num_key_value_heads"):
+        raise UnsupportedError(f"model type {kind!r} is no decoder with a KV cache of heads")
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    odd = layer_types - {"full_attention", "sliding_attention"}
+    if odd:
+        raise UnsupportedError(f"model type {kind!r} has layers of type {sorted(odd)[0]!r}")
+    windowed = getattr(config, "sliding_window", None) or "sliding_attention" in layer_types
+    if kind not in PROVEN_FAMILIES and windowed:
+        raise UnsupportedError(
+            f"model type {kind!r} uses a sliding window, which is proven only for "
+            f"{', '.join(sorted(PROVEN_FAMILIES))}"
+        )
+
+
+@torch.inference_mode()
+def _parity_logits(
+    model: PreTrainedModel, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return random token ids and the logits of transformers' own forward for them."""
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(vocab_size, (_PARITY_TOKENS,), generator=generator).to(device)
+    logits = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+    return token_ids, logits

@@ -1,0 +1,130 @@
+"""Draw one token a logits line by Gumbel-max, without a softmax.
+
+    token = argmax_v (logits[v] + gumbel(seed, position, v, stream))
+
+which has the law softmax(logits) (Gumbel 1954). Rows of temperature 0 take the argmax. Logits come
+processed: divided by the temperature and masked with -inf.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.dispatch import use_triton
+from sampler.noise import (
+    GUMBEL_MAX,
+    noise_gumbel,
+    noise_gumbel_device,
+    noise_key,
+    noise_key_device,
+)
+
+_BLOCK_SIZE = 1024
+
+
+@triton.jit
+def _gumbel_sample_kernel(
+    logits_ptr,  # [L, V] float32
+    logits_stride,
+    idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
+    positions_ptr,  # [L] int64
+    temperature_ptr,  # [N] float32
+    seeds_ptr,  # [N] int64
+    block_max_ptr,  # [L, num_blocks] float32, out
+    block_arg_ptr,  # [L, num_blocks] int64, out
+    num_blocks,
+    vocab_size,
+    STREAM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+    safe_row = tl.maximum(row, 0)
+    tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = tokens < vocab_size
+    scores = tl.load(
+        logits_ptr + line * logits_stride + tokens, mask=inside, other=float("-inf")
+    ).to(tl.float32)
+    if tl.load(temperature_ptr + safe_row) > 0:
+        a, b = noise_key_device(
+            tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line), STREAM
+        )
+        scores = scores + noise_gumbel_device(a, b, tokens)
+    best = tl.max(scores, axis=0)
+    arg = tl.min(tl.where((scores == best) & inside, tokens, vocab_size), axis=0)
+    tl.store(block_max_ptr + line * num_blocks + block, best)
+    tl.store(block_arg_ptr + line * num_blocks + block, arg.to(tl.int64))
+
+
+def gumbel_sample(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    stream: int,
+) -> Tensor:
+    """Draw a token for each line; ties go to the lowest id.
+
+    Args:
+        logits: [L, V] float32, processed.
+        idx_mapping: [L] int32, line -> row of `temperature` and `seeds`, -1 in padding.
+        positions: [L] int64, place in the text of the token that is drawn.
+        temperature: [N] float32; 0 takes the argmax.
+        seeds: [N] int64.
+        stream: noise stream, see `sampler.noise`.
+
+    Returns:
+        tokens [L] int64 (a token of padding lines means nothing).
+    """
+    if not use_triton(logits):
+        return gumbel_sample_ref(logits, idx_mapping, positions, temperature, seeds, stream)
+    num_lines, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, _BLOCK_SIZE)
+    block_max = logits.new_empty(num_lines, num_blocks)
+    block_arg = torch.empty(num_lines, num_blocks, dtype=torch.int64, device=logits.device)
+    _gumbel_sample_kernel[(num_lines, num_blocks)](
+        logits,
+        logits.stride(0),
+        idx_mapping,
+        positions,
+        temperature,
+        seeds,
+        block_max,
+        block_arg,
+        num_blocks,
+        vocab_size,
+        STREAM=stream,
+        BLOCK_SIZE=_BLOCK_SIZE,
+    )
+    # Ties between blocks also go to the lowest id: the block maxima are in the order of the ids.
+    best = (block_max == block_max.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
+    return block_arg.gather(1, best).squeeze(1)
+
+
+def gumbel_sample_ref(
+    logits: Tensor,
+    idx_mapping: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    stream: int,
+) -> Tensor:
+    """Torch twin of `gumbel_sample`, which hashes only tokens that can still win.
+
+    Noise is bounded by GUMBEL_MAX, so a token is out once its logit plus that bound is below the
+    score of the likeliest token: this prunes exactly.
+    """
+    tokens = logits.argmax(1)
+    rows = idx_mapping.long().clamp(min=0)
+    noisy = temperature[rows] > 0
+    for line in noisy.nonzero(as_tuple=True)[0].tolist():
+        scores, likeliest = logits[line], tokens[line]
+        key = noise_key(seeds[rows[line]], positions[line], stream)
+        reached = scores[likeliest] + noise_gumbel(key, likeliest.to(torch.int32))
+        (candidates,) = (scores >= reached - GUMBEL_MAX).nonzero(as_tuple=True)
+        noise = noise_gumbel(key, candidates.to(torch.int32))
+        tokens[line] = candidates[(scores[candidates] + noise).argmax()]
+    return tokens

@@ -1,0 +1,66 @@
+"""Sampling parameters by row: written by the CPU through staged writes, read by `idx_mapping`."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.buffers import StagedWriteTensor
+from sampler.noise import mix_seed
+from specdec.types import SamplingParams
+
+
+class SamplingState:
+    """Rows of temperature, top-k, top-p and noise seed.
+
+    The numpy mirrors belong to the CPU, which owns these parameters; they tell the host which
+    operations a step can leave out.
+
+    Args:
+        max_num_reqs: N.
+        vocab_size: top_k of 0 or -1 is stored as this.
+        device: where the rows live.
+    """
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self._temperature = StagedWriteTensor(max_num_reqs, torch.float32, device)
+        self._top_k = StagedWriteTensor(max_num_reqs, torch.int32, device, fill=vocab_size)
+        self._top_p = StagedWriteTensor(max_num_reqs, torch.float32, device, fill=1.0)
+        self._seeds = StagedWriteTensor(max_num_reqs, torch.int64, device)
+        self.temperature_np = np.zeros(max_num_reqs, dtype=np.float32)
+        self.truncates_np = np.zeros(max_num_reqs, dtype=bool)
+
+    @property
+    def temperature(self) -> Tensor:
+        """Return [N] float32; 0 = argmax."""
+        return self._temperature.tensor
+
+    @property
+    def top_k(self) -> Tensor:
+        """Return [N] int32; V = no limit."""
+        return self._top_k.tensor
+
+    @property
+    def top_p(self) -> Tensor:
+        """Return [N] float32; 1 = no limit."""
+        return self._top_p.tensor
+
+    @property
+    def seeds(self) -> Tensor:
+        """Return [N] int64 noise seeds."""
+        return self._seeds.tensor
+
+    def add_request(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
+        """Stage the parameters of a row's new owner."""
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self._temperature.stage_write(row, 0, params.temperature)
+        self._top_k.stage_write(row, 0, top_k)
+        self._top_p.stage_write(row, 0, params.top_p)
+        self._seeds.stage_write(row, 0, mix_seed(seed, sample_index))
+        self.temperature_np[row] = params.temperature
+        self.truncates_np[row] = top_k < self.vocab_size or params.top_p < 1
+
+    def apply_staged_writes(self) -> None:
+        """Ship what was staged since the last step."""
+        for table in (self._temperature, self._top_k, self._top_p, self._seeds):
+            table.apply_write()

@@ -1,0 +1,54 @@
+"""Sampled match: draw the target's token at every position, keep drafts while they equal it.
+
+Every emitted token is the target's own sample with the target's own noise, so the text is the
+autoregressive one for any seed, temperature and drafter (in float32; see docs/verifiers.md).
+"""
+
+from dataclasses import dataclass
+
+from sampler.gumbel import gumbel_sample
+from sampler.noise import STREAM_TARGET
+from sampler.verify.chain import assemble, count_accepted, stop_lines
+from sampler.verify.config import VerifierConfig
+from specdec.protocols import (
+    DRAFT_KIND_NONE,
+    DRAFT_KIND_ONE_HOT,
+    DRAFT_KIND_WITH_Q,
+    VerifyInputs,
+    VerifyOutputs,
+)
+from specdec.registry import register_verifier
+
+
+@dataclass
+class SampledMatchConfig(VerifierConfig):
+    """No parameters."""
+
+    name: str = "sampled_match"
+
+
+@register_verifier("sampled_match", SampledMatchConfig)
+class SampledMatchVerifier:
+    """Text of the autoregressive arm at any temperature."""
+
+    name = "sampled_match"
+    draft_kinds = frozenset({DRAFT_KIND_NONE, DRAFT_KIND_ONE_HOT, DRAFT_KIND_WITH_Q})
+    lossless = True
+    text_equal = True
+    greedy_only = False
+
+    def __init__(self, config: SampledMatchConfig) -> None:
+        self.config = config
+
+    def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
+        """Accept drafts while they equal the target's sample, then emit the sample."""
+        drawn = gumbel_sample(
+            inputs.logits,
+            inputs.expanded_idx_mapping,
+            inputs.draw_positions,
+            inputs.temperature,
+            inputs.seeds,
+            STREAM_TARGET,
+        )
+        num_accepted = count_accepted(inputs, drawn == inputs.draft_tokens)
+        return assemble(inputs, num_accepted, drawn[stop_lines(inputs, num_accepted)])

@@ -1,0 +1,106 @@
+"""`LLM.generate`: prompts in, texts out, over the step-level engine."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from runner.loader import LoadedTarget
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.trace import StepTrace
+from specdec.types import Increment, RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class LLM:
+    """A target with a drafter and a verifier.
+
+    Args:
+        target: "smollm2-135m-instruct" (embedded), a hub id, a local folder, or a loaded target.
+        drafter: registered name, mapping with a key "name", or a config object; "none" decodes
+            autoregressively.
+        verifier: likewise; "greedy", "rejection" or "sampled_match".
+        num_speculative_tokens: drafts a step at most (K).
+        trace: collects step traces where given.
+        options: fields of `specdec.config.EngineConfig` (dtype, device, seed, max_num_reqs,
+            max_model_len, max_num_batched_tokens, num_kv_blocks, block_size, ...).
+
+    Raises:
+        ConfigError, WeightsError, UnsupportedError, CapacityError: see `Engine`.
+    """
+
+    def __init__(
+        self,
+        target: str | LoadedTarget = "smollm2-135m-instruct",
+        drafter: str | Mapping[str, Any] | object = "none",
+        verifier: str | Mapping[str, Any] | object = "rejection",
+        num_speculative_tokens: int = 4,
+        trace: StepTrace | None = None,
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(
+            target, drafter, verifier, num_speculative_tokens, trace=trace, **options
+        )
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        labels: Sequence[Any] | None = None,
+        on_increment: Callable[[Increment], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their ends.
+
+        Args:
+            prompts: one prompt or a list; each a string, token ids, or chat messages.
+            params: one for all, or one a prompt.
+            labels: one a prompt, carried into traces.
+            on_increment: called with everything a step adds.
+
+        Returns:
+            One output a prompt, in the order of the prompts.
+
+        Raises:
+            ConfigError: a prompt or parameter that is not allowed; nothing is left queued then.
+        """
+        batch = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(batch)
+        if len(params) != len(batch):
+            raise ConfigError(f"{len(params)} sampling parameters for {len(batch)} prompts")
+        names = [str(next(self._ids)) for _ in batch]
+        added = []
+        try:
+            for i, (name, prompt) in enumerate(zip(names, batch, strict=True)):
+                label = labels[i] if labels is not None else None
+                self.engine.add_request(name, prompt, params[i], label)
+                added.append(name)
+        except Exception:
+            for name in added:
+                self.engine.abort(name)
+            self.engine.step()
+            raise
+        outputs: dict[str, RequestOutput] = {}
+        while self.engine.has_requests:
+            for increment in self.engine.step():
+                if on_increment is not None:
+                    on_increment(increment)
+                if increment.output is not None:
+                    outputs[increment.request_id] = increment.output
+        return [outputs[name] for name in names]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """Return a list of prompts; a lone string, id list or message list becomes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and isinstance(items[0], Mapping):
+        return [items]
+    if items and not isinstance(items[0], str) and not isinstance(items[0], Sequence):
+        return [items]
+    if not items:
+        raise ConfigError("no prompt was given; give a string, token ids, or chat messages")
+    return items

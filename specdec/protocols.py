@@ -1,0 +1,218 @@
+"""The interfaces that plug-ins implement, and the read-only views that they are given.
+
+Names and shapes: N = max_num_reqs rows, K = num_speculative_tokens, V = vocabulary, R = requests in
+the step, T = tokens in the step, L = logits lines in the step. A *row* is a row of the state
+tensors, a *place* a position in the step's batch, a *slot* a place in the KV cache.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+API_VERSION = 1
+
+DRAFT_KIND_NONE = 0
+DRAFT_KIND_ONE_HOT = 1
+DRAFT_KIND_WITH_Q = 2
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """A drafter's own KV cache: the runner allocates it over the target's block tables."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class DrafterCapabilities:
+    """What a drafter needs and offers, as data: the runner never asks for a type or a name."""
+
+    hidden_states: Literal["none", "last"] = "none"
+    aux_layers: tuple[int, ...] = ()
+    kv: KVSpec | None = None
+    graph_safe: bool = True
+    offers_q: bool = False
+    variable_length: bool = False
+    max_context: int | None = None
+    on_cpu: bool = False
+    can_score: bool = False
+
+
+@dataclass(frozen=True)
+class StateView:
+    """The rows of the request state; plug-ins read these tensors and never write them."""
+
+    all_token_ids: Tensor  # [N, max_model_len] int32, committed tokens
+    prompt_len: Tensor  # [N] int32
+    prefill_len: Tensor  # [N] int32
+    total_len: Tensor  # [N] int32, committed tokens
+    num_computed_tokens: Tensor  # [N] int32, tokens whose target KV is valid
+    last_sampled_tokens: Tensor  # [N, 1] int64
+    block_table: Tensor  # [N, max_num_blocks] int32
+    draft_limit: Tensor  # [N] int32, drafts that can still be used before the row ends
+
+
+@dataclass(frozen=True)
+class DraftBuffers:
+    """Where a drafter writes; fixed addresses, bound once.
+
+    The runner sets a step's rows to "no draft" before `propose`. Tokens with kind 0 are taken as
+    one-hot drafts, so only a drafter that offers q has to set the kind.
+    """
+
+    draft_tokens: Tensor  # [N, K] int64, -1 = no draft here
+    draft_kind: Tensor  # [N] int8
+    draft_logits: Tensor | None  # [N, K, V_draft], where capabilities.offers_q
+    kv: Any | None  # the drafter's own paged KV cache, where capabilities.kv is given
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Return K."""
+        return self.draft_tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class TargetView:
+    """What a drafter may take from the target when it loads."""
+
+    model: Any  # the target's adapter: embedding, head and module tree are reachable from it
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    num_speculative_tokens: int
+    max_model_len: int
+    tokenizer: Any | None = None
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Keyed noise of the framework; nothing else may be a source of randomness.
+
+    `gumbel(rows, positions, token_ids)` returns float32 noise of the drafter's own stream, with
+    `positions` the place in the text of the token that is being drawn.
+    """
+
+    gumbel: Callable[[Tensor, Tensor, Tensor], Tensor]
+    uniform: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """One step as a drafter sees it, after the target's tokens were committed."""
+
+    state: StateView
+    idx_mapping: Tensor  # [R] int32, place -> row, -1 in padding
+    query_start_loc: Tensor  # [R+1] int32, the target's step
+    positions: Tensor  # [T] int64
+    input_ids: Tensor  # [T] int64
+    seq_lens: Tensor  # [R] int32
+    hidden_states: Tensor | None  # [T, hidden], where capabilities.hidden_states == "last"
+    num_sampled: Tensor  # [R] int32
+    num_rejected: Tensor  # [R] int32
+    temperature: Tensor  # [N] float32
+    noise: Noise
+    block_size: int
+    max_seq_len: int  # host-known bound on total_len over the step's rows
+    query_lens_np: np.ndarray  # [R] host mirror
+    is_prefill_np: np.ndarray  # [R] bool: the step ran prompt tokens for this place
+    is_last_chunk_np: np.ndarray  # [R] bool: a prefill whose last token was reached
+
+
+@dataclass(frozen=True)
+class VerifyContext:
+    """The outcome of one verification, for drafters that learn from it."""
+
+    idx_mapping: Tensor  # [R] int32
+    num_sampled: Tensor  # [R] int32
+    num_rejected: Tensor  # [R] int32
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes up to K tokens for every row of a step; see `drafters/base.py` for defaults."""
+
+    capabilities: DrafterCapabilities
+
+    def load(self, target: TargetView) -> None:
+        """Load weights; share the target's embedding and head where wanted."""
+        ...
+
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Receive the state and output tensors, once; their addresses never change."""
+        ...
+
+    def add_request(self, req_state_idx: int) -> None:
+        """Forget what was kept for this row: it has a new owner."""
+        ...
+
+    def propose(self, ctx: DraftContext) -> None:
+        """Fill `buffers.draft_tokens[row, :K]` for the step's rows."""
+        ...
+
+    def observe(self, ctx: VerifyContext) -> None:
+        """See what became of the last drafts, after they were committed."""
+        ...
+
+    def state_bytes(self) -> int:
+        """Return the bytes kept beside weights and the KV cache."""
+        ...
+
+
+@dataclass(frozen=True)
+class VerifyInputs:
+    """Everything a verifier needs for one step; logits are processed (temperature, top-k, top-p).
+
+    Lines of greedy rows keep their raw logits. Line i of a request judges its draft i; the last
+    line of a request judges none.
+    """
+
+    logits: Tensor  # [L, V] float32
+    draft_tokens: Tensor  # [L] int64: the draft that this line judges, -1 = none
+    draft_kind: Tensor  # [L] int8
+    draft_logits: Tensor | None  # [N, K, V_draft]
+    line_grid: Tensor  # [R, W] int64: place, local position -> line (clamped where invalid)
+    line_valid: Tensor  # [R, W] bool
+    expanded_idx_mapping: Tensor  # [L] int32: line -> row, -1 in padding
+    expanded_local_pos: Tensor  # [L] int32
+    draw_positions: Tensor  # [L] int64: place in the text of the token that the line draws
+    temperature: Tensor  # [N] float32
+    seeds: Tensor  # [N] int64
+
+
+@dataclass
+class VerifyOutputs:
+    """What a verifier returns."""
+
+    sampled_tokens: Tensor  # [R, W] int64, -1 after num_sampled
+    num_sampled: Tensor  # [R] int32, accepted drafts + 1
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """Decides how many drafts of a row are kept and draws the token after them."""
+
+    name: str
+    draft_kinds: frozenset[int]  # which draft kinds it can judge
+    lossless: bool
+    text_equal: bool  # the text equals the autoregressive one for any drafter, seed and temperature
+    greedy_only: bool  # refuses temperature > 0
+
+    def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
+        """Judge the drafts of one step."""
+        ...
+
+
+@dataclass(frozen=True)
+class NewBlocks:
+    """KV blocks that a request got in this step."""
+
+    start: int  # first index in the request's block table
+    block_ids: Sequence[int] = field(default_factory=tuple)
