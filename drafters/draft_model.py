@@ -88,6 +88,7 @@ class DraftModelDrafter(DrafterBase):
     def propose(self, ctx: DraftContext) -> None:
         """Run the first pass, then one pass a draft."""
         kv = self.buffers.kv
+        assert kv is not None, "the runner allocates the KV that capabilities ask for"
         num_drafts = self.buffers.num_speculative_tokens
         step = first_pass(ctx, kv)
         hidden = self.model.forward(step.input_ids, step.positions, step.attn_metadata)

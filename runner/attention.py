@@ -166,7 +166,9 @@ def paged_attention(
         Output [1, T, num_heads, head_size], and no attention weights.
     """
     assert attn_metadata is not None, "specdec_paged needs attn_metadata; run it by the runner"
-    refused = [name for name in ("s_aux", "softcap", "position_bias") if kwargs.get(name) is not None]
+    refused = [
+        name for name in ("s_aux", "softcap", "position_bias") if kwargs.get(name) is not None
+    ]
     if refused:
         raise UnsupportedError(f"attention option {refused[0]} of this model is not supported")
     kv = attn_metadata.kv

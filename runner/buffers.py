@@ -6,6 +6,9 @@ advance the same tensor between two applications (`num_computed_tokens` is initi
 and advanced by the GPU): only staged cells are touched, so no write is lost.
 """
 
+# A launch gives plain integers to parameters annotated tl.constexpr.
+# pyright: reportArgumentType=false
+
 import numpy as np
 import torch
 import triton
@@ -52,9 +55,7 @@ def _apply_writes_kernel(
     tl.store(base_ptr + row * base_stride + start + offsets, values, mask=mask)
 
 
-def apply_writes(
-    base: Tensor, meta: Tensor, cu_lens: Tensor, values: Tensor, max_len: int
-) -> None:
+def apply_writes(base: Tensor, meta: Tensor, cu_lens: Tensor, values: Tensor, max_len: int) -> None:
     """Write `values[cu_lens[i]:cu_lens[i+1]]` to `base[row_i, start_i:]` for every write i.
 
     Args:
@@ -115,7 +116,7 @@ class StagedWriteTensor:
         """
         array = np.atleast_1d(np.asarray(values, dtype=self._np_dtype)).copy()
         rows, row_len = self._base.shape
-        if not (0 <= row < rows and 0 <= start and start + len(array) <= row_len):
+        if not (0 <= row < rows and start >= 0 and start + len(array) <= row_len):
             raise IndexError(
                 f"write of {len(array)} values at row {row}, column {start} leaves a tensor of "
                 f"{rows} rows x {row_len} columns"

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from runner.models.hf import HFModel
 from runner.weights import EMBEDDED_NAME, check_weight_files, ensure_embedded_target
 from specdec.errors import ConfigError, WeightsError
 
 logger = logging.getLogger(__name__)
+
+disable_progress_bar()  # specdec.log owns the terminal's progress
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

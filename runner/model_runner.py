@@ -30,7 +30,6 @@ from specdec.protocols import (
     VerifyContext,
 )
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -1,11 +1,14 @@
 """Commit sampled tokens to state and set how many drafts each row can still use.
 
-    num_rejected = num_logits - num_sampled for a verification (positions without a draft included),
-                   0 for a prefill chunk
-    num_computed_tokens += query_len - num_rejected
-    total_len           += num_sampled, whose tokens are appended to all_token_ids
-    draft_limit          = min(draft_budget, max_total_len - total_len - 1), at least 0
+num_rejected = num_logits - num_sampled for a verification (positions without a draft included),
+               0 for a prefill chunk
+num_computed_tokens += query_len - num_rejected
+total_len           += num_sampled, whose tokens are appended to all_token_ids
+draft_limit          = min(draft_budget, max_total_len - total_len - 1), at least 0
 """
+
+# A launch gives plain integers to parameters annotated tl.constexpr.
+# pyright: reportArgumentType=false
 
 import torch
 import triton
@@ -54,9 +57,7 @@ def _post_update_kernel(
     num_rejected = (tl.load(num_logits_ptr + place) - num_sampled) * is_verify
     j = tl.arange(0, WIDTH)
     kept = j < num_sampled
-    tokens = tl.load(
-        sampled_tokens_ptr + place * sampled_tokens_stride + j, mask=kept, other=0
-    )
+    tokens = tl.load(sampled_tokens_ptr + place * sampled_tokens_stride + j, mask=kept, other=0)
     tl.store(
         all_token_ids_ptr + row * all_token_ids_stride + total_len + j,
         tokens.to(tl.int32),
@@ -188,8 +189,8 @@ def _limit_drafts_kernel(
 def limit_drafts(batch: InputBatch, state: RequestState, num_drafts: Tensor) -> None:
     """Cut what a drafter proposed to a valid run, and count it.
 
-    A -1 ends the run (nothing after it can be accepted), as does the row's `draft_limit`. A row with
-    drafts and kind 0 becomes one-hot, a row without drafts kind 0.
+    A -1 ends the run (nothing after it can be accepted), as does the row's `draft_limit`. A row
+    with drafts and kind 0 becomes one-hot, a row without drafts kind 0.
 
     Args:
         batch: the step.

@@ -13,6 +13,9 @@ Positions at or after the row's end (`max_total_len`) write no KV: a step in fli
 the last token of a row.
 """
 
+# A launch gives plain integers to parameters annotated tl.constexpr.
+# pyright: reportArgumentType=false
+
 import torch
 import triton
 import triton.language as tl
@@ -80,11 +83,14 @@ def _prepare_inputs_kernel(
         last_sampled = tl.load(last_sampled_tokens_ptr + safe_row)
         seq_len = tl.where(real, tl.minimum(num_computed + query_len, max_total_len), 0)
         tl.store(seq_lens_ptr + place, seq_len)
+        # Tokens before the row's end, none in padding. A count and no scalar flag: the interpreter
+        # does not take a scalar bool for a part of a mask.
+        num_writing = tl.where(real, max_total_len - num_computed, 0)
         for start in range(0, query_len, BLOCK_TOKENS):
             j = start + tl.arange(0, BLOCK_TOKENS)
             inside = j < query_len
             pos = num_computed + j
-            writes = inside & real & (pos < max_total_len)
+            writes = inside & (j < num_writing)
             committed = tl.load(
                 all_token_ids_ptr + safe_row * all_token_ids_stride + pos,
                 mask=writes & (pos < prefill_len),

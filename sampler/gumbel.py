@@ -6,6 +6,9 @@ which has the law softmax(logits) (Gumbel 1954). Rows of temperature 0 take the 
 processed: divided by the temperature and masked with -inf.
 """
 
+# A launch gives plain integers to parameters annotated tl.constexpr.
+# pyright: reportArgumentType=false
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +28,7 @@ _BLOCK_SIZE = 1024
 
 @triton.jit
 def _gumbel_sample_kernel(
-    logits_ptr,  # [L, V] float32
+    logits_ptr,  # [L, V] float
     logits_stride,
     idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
     positions_ptr,  # [L] int64
@@ -44,9 +47,8 @@ def _gumbel_sample_kernel(
     safe_row = tl.maximum(row, 0)
     tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = tokens < vocab_size
-    scores = tl.load(
-        logits_ptr + line * logits_stride + tokens, mask=inside, other=float("-inf")
-    ).to(tl.float32)
+    pointers = logits_ptr + line * logits_stride + tokens
+    scores = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
     if tl.load(temperature_ptr + safe_row) > 0:
         a, b = noise_key_device(
             tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line), STREAM
@@ -55,7 +57,7 @@ def _gumbel_sample_kernel(
     best = tl.max(scores, axis=0)
     arg = tl.min(tl.where((scores == best) & inside, tokens, vocab_size), axis=0)
     tl.store(block_max_ptr + line * num_blocks + block, best)
-    tl.store(block_arg_ptr + line * num_blocks + block, arg.to(tl.int64))
+    tl.store(block_arg_ptr + line * num_blocks + block, arg)
 
 
 def gumbel_sample(
@@ -69,7 +71,7 @@ def gumbel_sample(
     """Draw a token for each line; ties go to the lowest id.
 
     Args:
-        logits: [L, V] float32, processed.
+        logits: [L, V] float, processed.
         idx_mapping: [L] int32, line -> row of `temperature` and `seeds`, -1 in padding.
         positions: [L] int64, place in the text of the token that is drawn.
         temperature: [N] float32; 0 takes the argmax.
@@ -83,7 +85,7 @@ def gumbel_sample(
         return gumbel_sample_ref(logits, idx_mapping, positions, temperature, seeds, stream)
     num_lines, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK_SIZE)
-    block_max = logits.new_empty(num_lines, num_blocks)
+    block_max = torch.empty(num_lines, num_blocks, dtype=torch.float32, device=logits.device)
     block_arg = torch.empty(num_lines, num_blocks, dtype=torch.int64, device=logits.device)
     _gumbel_sample_kernel[(num_lines, num_blocks)](
         logits,
@@ -119,7 +121,7 @@ def gumbel_sample_ref(
     """
     tokens = logits.argmax(1)
     rows = idx_mapping.long().clamp(min=0)
-    noisy = temperature[rows] > 0
+    noisy = (temperature[rows] > 0) & (idx_mapping >= 0)
     for line in noisy.nonzero(as_tuple=True)[0].tolist():
         scores, likeliest = logits[line], tokens[line]
         key = noise_key(seeds[rows[line]], positions[line], stream)

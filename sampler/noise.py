@@ -89,7 +89,9 @@ def _fmix32_device(h):
 @triton.jit
 def noise_key_device(seed, position, STREAM: tl.constexpr):
     """Device twin of `noise_key` for one (seed int64, position) pair, as uint32 halves."""
-    a = (seed & 0xFFFFFFFF).to(tl.uint32) ^ tl.full((), (STREAM * 0x9E3779B1) % 4294967296, tl.uint32)
+    a = (seed & 0xFFFFFFFF).to(tl.uint32) ^ tl.full(
+        (), (STREAM * 0x9E3779B1) % 4294967296, tl.uint32
+    )
     b = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     b = b ^ (position.to(tl.uint32) * tl.full((), 0x85EBCA77, tl.uint32))
     a = a + _fmix32_device(b ^ 0x9E3779B9)

@@ -6,6 +6,7 @@ so a request may own any number of logits lines.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,12 +90,15 @@ class Sampler:
         """
         lines = batch.expanded_idx_mapping
         rows = lines.long().clamp(min=0)
-        processed = self._process(logits, batch)
+        rows_np = batch.plan.rows_np[batch.plan.rows_np >= 0]
+        all_greedy = not (self.state.temperature_np[rows_np] > 0).any()
+        processed = logits if all_greedy else self._process(logits, batch, rows_np)
         line_grid, line_valid = _line_grid(batch)
         drafts = _drafts_of_lines(batch, state, rows)
         verified = self.verifier.verify(
             VerifyInputs(
                 logits=processed,
+                all_greedy=all_greedy,
                 draft_tokens=drafts,
                 draft_kind=state.draft_kind[rows],
                 draft_logits=draft_logits,
@@ -110,19 +114,17 @@ class Sampler:
         num_drafts = ((drafts >= 0)[line_grid] & line_valid).sum(1, dtype=torch.int32)
         return SamplerOutput(verified.sampled_tokens, verified.num_sampled, num_drafts)
 
-    def _process(self, logits: Tensor, batch: InputBatch) -> Tensor:
-        """Return float32 logits, divided and truncated where a row of the step asks for it."""
-        rows_np = batch.plan.rows_np[batch.plan.rows_np >= 0]
+    def _process(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> Tensor:
+        """Return float32 logits, divided by the temperature and truncated where a row asks."""
         # A copy even where the target is float32: processing writes in place.
         processed = logits.to(torch.float32, copy=True)
-        if (self.state.temperature_np[rows_np] > 0).any():
-            rows = batch.expanded_idx_mapping.long().clamp(min=0)
-            temperature = self.state.temperature[rows]
-            processed.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
-            if self.state.truncates_np[rows_np].any():
-                apply_top_k_top_p(
-                    processed, batch.expanded_idx_mapping, self.state.top_k, self.state.top_p
-                )
+        rows = batch.expanded_idx_mapping.long().clamp(min=0)
+        temperature = self.state.temperature[rows]
+        processed.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
+        if self.state.truncates_np[rows_np].any():
+            apply_top_k_top_p(
+                processed, batch.expanded_idx_mapping, self.state.top_k, self.state.top_p
+            )
         return processed
 
 

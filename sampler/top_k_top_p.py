@@ -11,9 +11,7 @@ from torch import Tensor
 _HEAD = 512  # on a CPU the cut nearly always lies among these; a full sort is the exact fall-back
 
 
-def apply_top_k_top_p(
-    logits: Tensor, idx_mapping: Tensor, top_k: Tensor, top_p: Tensor
-) -> None:
+def apply_top_k_top_p(logits: Tensor, idx_mapping: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     """Set every logit outside the kept set to -inf, in place.
 
     Args:
@@ -30,7 +28,8 @@ def apply_top_k_top_p(
         for line in limited.tolist():
             cut = _head_cut(logits[line], int(line_k[line]), float(line_p[line]))
             if cut is None:
-                cut = _cut(logits[line : line + 1], line_k[line : line + 1], line_p[line : line + 1])
+                one = slice(line, line + 1)
+                cut = _cut(logits[one], line_k[one], line_p[one])[0]
             logits[line].masked_fill_(logits[line] < cut, float("-inf"))
         return
     logits.masked_fill_(logits < _cut(logits, line_k, line_p), float("-inf"))

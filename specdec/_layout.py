@@ -20,7 +20,8 @@ def check_layout(names: tuple[str, ...] = ("runner", "drafters", "sampler")) -> 
         origin = spec.origin if spec is not None else None
         if origin is None or Path(origin).resolve().parent.parent != _HOME:
             raise ImportError(
-                f"package {name!r} must lie beside specdec in {_HOME}, found {origin or 'nothing'}; "
+                f"package {name!r} must lie beside specdec in {_HOME}, "
+                f"found {origin or 'nothing'}; "
                 f"remove the other {name!r} from the import path or start from the project folder"
             )
 

@@ -7,10 +7,9 @@ from typing import Any
 from runner.loader import LoadedTarget
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.intake import Prompt
 from specdec.trace import StepTrace
 from specdec.types import Increment, RequestOutput, SamplingParams
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class LLM:

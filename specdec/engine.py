@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from sampler.sampler import Sampler
 from specdec.config import EngineConfig, from_mapping
 from specdec.ending import Detokenizer, Trimmed, trim
 from specdec.errors import ConfigError
+from specdec.intake import Prompt, PromptReader
 from specdec.kv_cache import BlockAllocator
 from specdec.registry import build_config
 from specdec.request import Request
@@ -134,6 +135,7 @@ class Engine:
             SchedulerConfig(max_num_reqs, config.max_num_batched_tokens, num_speculative_tokens),
             BlockAllocator(self.runner.num_kv_blocks, config.block_size),
         )
+        self._reader = PromptReader(target.tokenizer, model.vocab_size, config.max_model_len)
         self._eos_token_ids = eos_token_ids(model, target.tokenizer)
         self._requests: dict[str, Request] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
@@ -157,7 +159,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         label: Any = None,
     ) -> None:
@@ -183,8 +185,7 @@ class Engine:
                 f"verifier {self.verifier.name!r} takes temperature 0 only, got "
                 f"{params.temperature}; use sampled_match or rejection"
             )
-        text, token_ids = self._tokenize(prompt)
-        self._check_prompt(token_ids)
+        text, token_ids = self._reader.read(prompt)
         budget = params.num_speculative_tokens
         arrival = next(self._arrivals)
         request = Request(
@@ -208,42 +209,6 @@ class Engine:
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._detokenizers[request_id] = Detokenizer(self.tokenizer, params.stop_strings)
-
-    def _tokenize(
-        self, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]
-    ) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str) and all(isinstance(p, int | np.integer) for p in prompt):
-            return None, [int(p) for p in prompt]  # pyright: ignore[reportArgumentType]
-        if self.tokenizer is None:
-            raise ConfigError("this target has no tokenizer; give prompts as lists of token ids")
-        if isinstance(prompt, str):
-            return prompt, list(self.tokenizer(prompt)["input_ids"])
-        for message in prompt:
-            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
-                raise ConfigError(
-                    f"prompt holds {message!r}; give a string, a list of token ids, or a list of "
-                    f"chat messages with 'role' and 'content'"
-                )
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError("the target's tokenizer has no chat template; give a string")
-        text = self.tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=False
-        )
-        return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise ConfigError("the prompt is empty; give at least one token")
-        limit = self.config.max_model_len - 1
-        if len(token_ids) > limit:
-            raise ConfigError(
-                f"the prompt has {len(token_ids)} tokens, at most {limit} fit with "
-                f"max_model_len={self.config.max_model_len}; shorten it or raise max_model_len"
-            )
-        vocab_size = self.target.model.vocab_size
-        worst = max(token_ids, key=lambda t: t if t >= 0 else vocab_size - t)
-        if not 0 <= worst < vocab_size:
-            raise ConfigError(f"token id {worst} is not in the vocabulary [0, {vocab_size})")
 
     def abort(self, request_id: str) -> None:
         """End a request; its increment with finish_reason "abort" comes with the next step.

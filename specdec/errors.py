@@ -1,4 +1,4 @@
-"""The errors that a user can cause or meet: each says what was given, what is allowed, how to fix."""
+"""Errors a user can cause or meet: each says what was given, what is allowed, how to fix it."""
 
 
 class SpecdecError(Exception):

@@ -174,7 +174,8 @@ class VerifyInputs:
     line of a request judges none.
     """
 
-    logits: Tensor  # [L, V] float32
+    logits: Tensor  # [L, V] float32; the target's own dtype where all_greedy
+    all_greedy: bool  # known on the host: every row of the step has temperature 0
     draft_tokens: Tensor  # [L] int64: the draft that this line judges, -1 = none
     draft_kind: Tensor  # [L] int8
     draft_logits: Tensor | None  # [N, K, V_draft]

@@ -150,7 +150,7 @@ def build_config(kind: str, spec: str | Mapping[str, Any] | object) -> tuple[Plu
             )
         return entry, spec
     if "name" not in spec:
-        raise ConfigError(f"{kind} mapping {dict(spec)!r} has no key 'name'; add the plug-in's name")
+        raise ConfigError(f"{kind} mapping {dict(spec)!r} has no key 'name'; add it")
     entry = resolve(kind, str(spec["name"]))
     allowed = {f.name for f in dataclasses.fields(entry.config_cls)}
     values = {k: v for k, v in spec.items() if k != "name" or "name" in allowed}

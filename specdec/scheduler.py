@@ -138,7 +138,7 @@ class Scheduler:
     def _allocate(
         self, request: Request, num_tokens: int, output: SchedulerOutput
     ) -> list[int] | None:
-        """Get blocks for a running request, preempting later arrivals; None where it went itself."""
+        """Get blocks, preempting later arrivals; None where the request itself had to go."""
         while True:
             hold = self._tokens_to_hold(request, num_tokens)
             new_blocks = self.blocks.grow(request.block_ids, hold)
@@ -178,9 +178,7 @@ class Scheduler:
             output.scheduled.append(entry)
             budget -= num_tokens
 
-    def _entry(
-        self, request: Request, num_tokens: int, new_blocks: list[int]
-    ) -> ScheduledRequest:
+    def _entry(self, request: Request, num_tokens: int, new_blocks: list[int]) -> ScheduledRequest:
         is_prefill = request.is_prefilling
         reached = request.num_computed_tokens + num_tokens
         return ScheduledRequest(

@@ -35,3 +35,10 @@ def assemble(inputs: VerifyInputs, num_accepted: Tensor, next_tokens: Tensor) ->
     count = num_accepted[:, None]
     run = torch.where(j < count, drafts, torch.where(j == count, next_tokens[:, None], -1))
     return VerifyOutputs(run, (num_accepted + 1).int())
+
+
+def verify_argmax(inputs: VerifyInputs) -> VerifyOutputs:
+    """Keep drafts while they equal the target's argmax, then emit the argmax."""
+    best = inputs.logits.argmax(1)
+    num_accepted = count_accepted(inputs, best == inputs.draft_tokens)
+    return assemble(inputs, num_accepted, best[stop_lines(inputs, num_accepted)])

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sampler.verify.chain import assemble, count_accepted, stop_lines
+from sampler.verify.chain import verify_argmax
 from sampler.verify.config import VerifierConfig
 from specdec.protocols import (
     DRAFT_KIND_NONE,
@@ -36,6 +36,4 @@ class GreedyVerifier:
 
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Accept drafts while they equal the argmax, then emit the argmax."""
-        best = inputs.logits.argmax(1)
-        num_accepted = count_accepted(inputs, best == inputs.draft_tokens)
-        return assemble(inputs, num_accepted, best[stop_lines(inputs, num_accepted)])
+        return verify_argmax(inputs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sampler.gumbel import gumbel_sample
 from sampler.noise import STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_TARGET, noise_key, noise_uniform
-from sampler.verify.chain import assemble, count_accepted, stop_lines
+from sampler.verify.chain import assemble, count_accepted, stop_lines, verify_argmax
 from sampler.verify.config import VerifierConfig
 from specdec.protocols import (
     DRAFT_KIND_NONE,
@@ -50,6 +50,8 @@ class RejectionVerifier:
 
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Accept a prefix of the drafts and draw the token after it."""
+        if inputs.all_greedy:
+            return verify_argmax(inputs)
         num_accepted = count_accepted(inputs, self._accepted(inputs))
         lines = stop_lines(inputs, num_accepted)
         return assemble(inputs, num_accepted, self._next_tokens(inputs, lines))
@@ -73,7 +75,7 @@ class RejectionVerifier:
         return has_draft & torch.where(greedy, logits.argmax(1) == drafts, kept)
 
     def _draft_law(self, inputs: VerifyInputs, lines: Tensor) -> Tensor:
-        """Return q of the draft at each given line over the target's vocabulary, [len(lines), V]."""
+        """Return the draft law q at each given line over the target's ids, [len(lines), V]."""
         assert inputs.draft_logits is not None
         rows = inputs.expanded_idx_mapping[lines].long().clamp(min=0)
         column = inputs.expanded_local_pos[lines].long()

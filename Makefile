@@ -1,0 +1,61 @@
+# Everything runs in .venv, which each target makes for itself where it is missing.
+#   make demo PIP_ARGS="--index-url <your CPU-only index>"   options for pip
+#   make demo CONSTRAINTS=                                   no pinned torch: takes a CUDA build
+PYTHON ?= python3
+PIP_ARGS ?=
+CONSTRAINTS ?= constraints-cpu.txt
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := specdec runner drafters sampler experiments tests benchmarks
+
+.PHONY: help setup weights demo bench test test-full lint type fmt clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       compare drafters on the embedded real model (CPU, minutes)"
+	@echo "make test       quick tests, and the kernels in Triton's interpreter"
+	@echo "make test-full  tests on real weights"
+	@echo "make bench      speed beside transformers' generate, interleaved in one process"
+	@echo "make lint type fmt setup weights clean"
+
+$(READY): pyproject.toml $(wildcard $(CONSTRAINTS))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]"
+	touch $@
+
+setup: $(READY)
+
+weights: $(READY)
+	$(BIN)/python -m runner.weights
+
+demo: weights
+	$(BIN)/python -m experiments.run experiment=demo $(ARGS)
+
+bench: weights
+	$(BIN)/python -m experiments.bench $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter $(ARGS)
+
+test-full: weights
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check $(PACKAGES)
+	$(BIN)/ruff format --check $(PACKAGES)
+	$(BIN)/lint-imports
+
+type: $(READY)
+	$(BIN)/pyright
+
+fmt: $(READY)
+	$(BIN)/ruff check --fix $(PACKAGES)
+	$(BIN)/ruff format $(PACKAGES)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache outputs multirun wandb

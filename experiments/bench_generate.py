@@ -1,0 +1,213 @@
+"""Bench `generate`: our arms beside transformers' own generate, interleaved in one process.
+
+Every prompt is run by every arm in turn, the order rotated by prompt, so that a drift of the
+machine hits all arms alike. tokens/s counts new tokens over the whole call, prefill included; the
+decode rate leaves the first token's time out for our arms. Nothing here needs Hydra.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import AutoModelForCausalLM
+
+from experiments.prompts import Question
+from runner.loader import LoadedTarget, load_target, locate, resolve_device, resolve_dtype
+from specdec.api import LLM
+from specdec.log import progress
+from specdec.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_HF_LOOKUP_TOKENS = 10  # transformers' own default of prompt lookup
+
+
+@dataclass
+class GenerateBenchConfig:
+    """What `bench=generate` runs.
+
+    Args:
+        target: name, hub id or folder.
+        dtype: "auto" or a dtype's name.
+        device: "auto", "cpu" or "cuda".
+        max_tokens: new tokens a prompt at most.
+        per_category: prompts of each category (or file).
+        ngram_k: values of K for the n-gram arm.
+        max_model_len: tokens, prompt included; longer prompts are left out.
+    """
+
+    name: str = "generate"
+    target: str = "smollm2-135m-instruct"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_tokens: int = 48
+    per_category: int = 4
+    ngram_k: list[int] = field(default_factory=lambda: [4, 10])
+    max_model_len: int = 2048
+
+
+# An arm takes prompt token ids and returns (new token ids, seconds, statistics).
+Arm = Callable[[list[int]], tuple[list[int], float, dict[str, float]]]
+
+
+def run_generate_bench(config: GenerateBenchConfig, questions: list[Question]) -> pd.DataFrame:
+    """Run every arm on the first turn of every question.
+
+    Returns:
+        One row per arm and question: arm, category, question_id, num_tokens, wall_s, num_steps,
+        num_verify_tokens, same_text (as transformers' greedy text, for greedy arms).
+    """
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    target = load_target(config.target, dtype, device)
+    tokenizer = target.tokenizer
+    assert tokenizer is not None, "the bench needs chat prompts"
+    arms = _arms(config, target, dtype, device)
+    prompts = []
+    for question in questions:
+        message = [{"role": "user", "content": question.turns[0]}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        prompts.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    rows: list[dict[str, Any]] = []
+    names = list(arms)
+    for name in names:
+        arms[name](prompts[0][-32:])  # first calls build caches that later ones reuse
+    with progress("bench", total=len(questions)) as bar:
+        for i, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
+            if len(prompt) + config.max_tokens > config.max_model_len:
+                logger.warning("question %s is too long: left out", question.question_id)
+                continue
+            texts = {}
+            for j in range(len(names)):
+                name = names[(i + j) % len(names)]
+                token_ids, wall_s, stats = arms[name](prompt)
+                texts[name] = token_ids
+                rows.append(
+                    {
+                        "arm": name,
+                        "category": question.category,
+                        "question_id": question.question_id,
+                        "num_tokens": len(token_ids),
+                        "wall_s": wall_s,
+                        **stats,
+                    }
+                )
+            for row in rows[-len(names) :]:
+                row["same_text"] = texts[row["arm"]] == texts["transformers"]
+            bar.advance()
+    return pd.DataFrame(rows)
+
+
+def _arms(
+    config: GenerateBenchConfig, target: LoadedTarget, dtype: torch.dtype, device: torch.device
+) -> dict[str, Arm]:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        locate(config.target), dtype=dtype, use_safetensors=True
+    )
+    model = model.to(device).eval()
+    arms: dict[str, Arm] = {
+        "transformers": _hf_arm(model, config, {}),
+        "transformers prompt lookup": _hf_arm(
+            model, config, {"prompt_lookup_num_tokens": _HF_LOOKUP_TOKENS}
+        ),
+        "none": _our_arm(target, config, "none", 0, 0.0),
+        "none T=1": _our_arm(target, config, "none", 0, 1.0),
+    }
+    for k in config.ngram_k:
+        arms[f"ngram K={k}"] = _our_arm(target, config, "ngram", k, 0.0)
+    return arms
+
+
+def _hf_arm(model: Any, config: GenerateBenchConfig, options: dict[str, Any]) -> Arm:
+    def run(prompt: list[int]) -> tuple[list[int], float, dict[str, float]]:
+        ids = torch.tensor([prompt], device=model.device)
+        mask = torch.ones_like(ids)
+        started = time.perf_counter()
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=config.max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
+        token_ids = output[0, len(prompt) :].tolist()
+        return token_ids, time.perf_counter() - started, {}
+
+    return run
+
+
+def _our_arm(
+    target: LoadedTarget, config: GenerateBenchConfig, drafter: str, k: int, temperature: float
+) -> Arm:
+    llm = LLM(
+        target,
+        drafter,
+        "rejection",
+        k,
+        max_num_reqs=1,
+        max_model_len=config.max_model_len,
+        device=config.device,
+    )
+    params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens, seed=0)
+
+    def run(prompt: list[int]) -> tuple[list[int], float, dict[str, float]]:
+        started = time.perf_counter()
+        out = llm.generate([prompt], params)[0]
+        wall_s = time.perf_counter() - started
+        stats = {
+            "num_steps": float(out.stats.num_verify_steps),
+            "num_verify_tokens": float(out.stats.num_verify_tokens),
+        }
+        return out.token_ids, wall_s, stats
+
+    return run
+
+
+def summarise_generate_bench(rows: pd.DataFrame, num_resamples: int = 2000) -> pd.DataFrame:
+    """Summarise the bench: tokens/s, accepted length, and factors with 95 % bootstrap intervals.
+
+    Args:
+        rows: from `run_generate_bench`.
+        num_resamples: bootstrap resamples over prompts.
+
+    Returns:
+        One row per arm: tokens_per_s, accepted_length, and the factors over transformers' greedy
+        generate and over our autoregressive arm, each with the ends of its interval.
+    """
+    tokens = rows.pivot(index="question_id", columns="arm", values="num_tokens")
+    seconds = rows.pivot(index="question_id", columns="arm", values="wall_s")
+    generator = np.random.default_rng(0)
+    picks = generator.integers(len(tokens), size=(num_resamples, len(tokens)))
+    table = []
+    for arm in rows["arm"].unique():
+        own = rows[rows["arm"] == arm]
+        line: dict[str, Any] = {
+            "arm": arm,
+            "tokens_per_s": own["num_tokens"].sum() / own["wall_s"].sum(),
+            "same_text": int(own["same_text"].sum()),
+            "num_prompts": len(own),
+        }
+        steps = own["num_steps"].sum()
+        line["accepted_length"] = own["num_verify_tokens"].sum() / steps if steps else float("nan")
+        for base in ("transformers", "none"):
+            resampled = _rate(tokens[arm], seconds[arm], picks) / _rate(
+                tokens[base], seconds[base], picks
+            )
+            low, high = np.percentile(resampled, [2.5, 97.5])
+            base_rows = rows[rows["arm"] == base]
+            base_rate = base_rows["num_tokens"].sum() / base_rows["wall_s"].sum()
+            line[f"over_{base}"] = line["tokens_per_s"] / base_rate
+            line[f"over_{base}_low"], line[f"over_{base}_high"] = low, high
+        table.append(line)
+    return pd.DataFrame(table)
+
+
+def _rate(tokens: pd.Series, seconds: pd.Series, picks: np.ndarray) -> np.ndarray:
+    """Return tokens/s of each bootstrap resample."""
+    return tokens.to_numpy()[picks].sum(1) / seconds.to_numpy()[picks].sum(1)

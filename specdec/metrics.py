@@ -1,0 +1,326 @@
+"""Every metric of a report, each stated once, here, and computed from traces and timings.
+
+A *verify row* is a row of the request trace with `is_verify`: one request in one verification
+step. Sums run over the verify rows of one arm (or of one arm and category), pooled over requests.
+
+Mean accepted length (bonus included)
+    sum(num_committed) / number of verify rows; 1.0 where there is none. The token that the last
+    chunk of a prompt samples (also when a preempted request resumes) is in neither, and the last
+    step counts what was kept after trimming. So a run without drafts gives exactly 1.0.
+Acceptance rate
+    sum(num_accepted) / sum(num_drafted). Drafts of -1 and drafts behind the text's end are in
+    neither.
+Acceptance at position i = 1..K, over valid drafts
+    unconditional = #(num_accepted >= i) / #(num_drafted >= i);
+    conditional   = #(num_accepted >= i) / #(num_drafted >= i and num_accepted >= i - 1):
+    the share among drafts whose predecessors were all accepted.
+Undrafted share
+    sum(num_positions - 1 - num_drafted) / sum(num_positions): verified positions that held no
+    valid draft (a draft of -1, or one behind the text's end) and so could commit nothing.
+Tokens per second
+    sum(num_tokens) / sum(wall_s) over the groups of prompts that ran together.
+Speed-up
+    tokens/s of the arm / tokens/s of the autoregressive arm, both over the groups that both ran.
+    A category has one only from groups that hold nothing else; "mixed" groups belong to none.
+Time split
+    mean milliseconds of each phase per *decode step*: a step in which each of its requests has a
+    verify row. So no step counts that ran prompt tokens (a chunk in the middle of a prompt has no
+    row) or that also worked for a request which had already ended. The share of a phase is its
+    mean over the sum of all phases' means.
+
+A metric whose denominator is zero is NaN, but for the accepted length.
+
+Intervals are 95 % percentile bootstraps: the units (prompts, that is request ids; for timings the
+groups) are drawn with replacement, NUM_RESAMPLES times from a fixed seed, and the statistic is
+taken of the resampled sums; resamples without a defined value are left out. The speed-up draws
+the same groups for both arms. Fewer than two units give NaN. The result is that of
+`scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests compare with; on
+sums per unit all resamples are one matrix product.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 2000
+BOOTSTRAP_SEED = 20240
+MIXED = "mixed"  # the category of a group whose prompts have several
+PHASES = ("inputs", "target", "verify", "draft", "host")
+
+Array = npt.NDArray[np.float64]
+Arm = Mapping[str, Any]  # an entry of a run's arms.json
+
+
+class Estimate(NamedTuple):
+    """A value and its 95 % interval; the bounds are NaN where there are fewer than two units."""
+
+    value: float
+    low: float
+    high: float
+
+
+def accepted_length(requests: pd.DataFrame) -> Estimate:
+    """Return the mean accepted length (bonus included), in tokens per verification step."""
+    return _prompt_ratio(requests, "num_committed", "num_rows", empty=1.0)
+
+
+def acceptance_rate(requests: pd.DataFrame) -> Estimate:
+    """Return accepted drafts / valid drafts."""
+    return _prompt_ratio(requests, "num_accepted", "num_drafted")
+
+
+def undrafted_share(requests: pd.DataFrame) -> Estimate:
+    """Return the share of verified positions that held no valid draft."""
+    return _prompt_ratio(requests, "num_undrafted", "num_positions")
+
+
+def tokens_per_s(timings: pd.DataFrame) -> Estimate:
+    """Return new tokens per second of wall time, over groups of prompts."""
+    sums = _sums(timings, "group", ["num_tokens", "wall_s"])
+    return estimate(sums, lambda s: _ratio(s[:, 0], s[:, 1]))
+
+
+def speedup(timings: pd.DataFrame, baseline: pd.DataFrame) -> Estimate:
+    """Return tokens/s relative to a baseline over the groups that both ran.
+
+    Args:
+        timings: rows of one arm.
+        baseline: rows of the autoregressive arm.
+    """
+    columns = ["num_tokens", "wall_s"]
+    own = timings.loc[timings["group"].isin(baseline["group"])]
+    other = baseline.loc[baseline["group"].isin(timings["group"])]
+    sums = np.hstack([_sums(own, "group", columns), _sums(other, "group", columns)])
+    return estimate(sums, lambda s: _ratio(_ratio(s[:, 0], s[:, 1]), _ratio(s[:, 2], s[:, 3])))
+
+
+def estimate(sums: Array, statistic: Callable[[Array], Array]) -> Estimate:
+    """Take a statistic of column sums, with its bootstrap interval over the rows.
+
+    Args:
+        sums: [num_units, num_columns] float64, what each unit adds to each sum.
+        statistic: maps totals [num_samples, num_columns] to values [num_samples].
+    """
+    value = float(statistic(sums.sum(axis=0, keepdims=True))[0])
+    if len(sums) < 2:
+        return Estimate(value, np.nan, np.nan)
+    values = statistic(_resample_counts(len(sums)) @ sums)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return Estimate(value, np.nan, np.nan)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return Estimate(value, float(low), float(high))
+
+
+def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
+    """Return acceptance by draft position.
+
+    Args:
+        requests: the request trace, with the column `arm`.
+        arms: the arms in order; one with k = 0 has no line.
+
+    Returns:
+        One line per arm and position (1-based): `num_drafted`, `num_reached` (valid drafts whose
+        predecessors were all accepted), `num_accepted`, and `unconditional` and `conditional`
+        with their `_low` and `_high`.
+    """
+    columns = ["arm", "position", "num_drafted", "num_reached", "num_accepted"]
+    columns += _names("unconditional") + _names("conditional")
+    lines: list[dict[str, Any]] = []
+    for arm in arms:
+        rows = _verify_rows(_of_arm(requests, arm["arm"]))
+        for position in range(1, _num_positions(rows, arm) + 1):
+            drafted = rows["num_drafted"] >= position
+            counts = pd.DataFrame(
+                {
+                    "request_id": rows["request_id"],
+                    "num_drafted": drafted,
+                    "num_reached": drafted & (rows["num_accepted"] >= position - 1),
+                    "num_accepted": rows["num_accepted"] >= position,
+                }
+            )
+            sums = _sums(counts, "request_id", columns[2:5])
+            totals = [int(total) for total in sums.sum(axis=0)]
+            line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
+            line |= _named("unconditional", estimate(sums, lambda s: _ratio(s[:, 2], s[:, 0])))
+            line |= _named("conditional", estimate(sums, lambda s: _ratio(s[:, 2], s[:, 1])))
+            lines.append(line)
+    return pd.DataFrame(lines, columns=columns)
+
+
+def time_split(requests: pd.DataFrame, steps: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
+    """Return where the time of a decode step goes.
+
+    Args:
+        requests: the request trace, with the column `arm`.
+        steps: the step trace, with the column `arm`.
+        arms: the arms in order.
+
+    Returns:
+        One line per arm: `num_steps` (decode steps), `<phase>_ms` and `<phase>_share` for each of
+        PHASES, `step_ms` (mean wall time from a step's launch to its commit).
+    """
+    rows = requests.groupby(["arm", "step"])["is_verify"].agg(num_rows="size", num_verify="sum")
+    joined = steps.merge(rows, left_on=["arm", "step"], right_index=True, how="inner")
+    decode = joined["num_verify"].eq(joined["num_reqs"]) & joined["num_rows"].eq(joined["num_reqs"])
+    joined = joined.loc[decode]
+    lines: list[dict[str, Any]] = []
+    for arm in arms:
+        own = _of_arm(joined, arm["arm"])
+        phases_ms = {phase: _mean(own, f"{phase}_ms") for phase in PHASES}
+        total_ms = sum(phases_ms.values())
+        line: dict[str, Any] = {"arm": arm["arm"], "num_steps": len(own)}
+        line |= {f"{phase}_ms": mean_ms for phase, mean_ms in phases_ms.items()}
+        for phase, mean_ms in phases_ms.items():
+            line[f"{phase}_share"] = mean_ms / total_ms if total_ms else np.nan
+        lines.append(line | {"step_ms": _mean(own, "step_ms")})
+    return pd.DataFrame(lines)
+
+
+def summarise_arms(
+    requests: pd.DataFrame, timings: pd.DataFrame, arms: Sequence[Arm]
+) -> pd.DataFrame:
+    """Return the headline numbers.
+
+    Args:
+        requests: the request trace, with the column `arm`.
+        timings: one row per arm and group of prompts.
+        arms: entries of arms.json, the autoregressive arm first.
+
+    Returns:
+        One line per arm: what the arm is, its verdict, counts, `accepted_length`,
+        `acceptance_rate`, `undrafted_share`, `tokens_per_s` and `speedup`, each with `_low` and
+        `_high`, and `acceptance_at_<i>` (unconditional, i from 1).
+    """
+    positions = position_table(requests, arms)
+    num_positions = max(positions["position"], default=0)
+    baseline = _of_arm(timings, arms[0]["arm"])
+    lines: list[dict[str, Any]] = []
+    for arm in arms:
+        name, verdict = arm["arm"], arm["verdict"]
+        line = {key: arm[key] for key in _ARM_KEYS}
+        line |= {"verdict": verdict["status"], "verdict_dtype": verdict["dtype"]}
+        line |= {f"verdict_{key}": verdict[key] for key in ("num_compared", "num_equal", "note")}
+        line |= _measure(_of_arm(requests, name), _of_arm(timings, name), baseline)
+        own = _of_arm(positions, name).set_index("position")["unconditional"]
+        for position in range(1, num_positions + 1):
+            line[f"acceptance_at_{position}"] = own.get(position, np.nan)
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def summarise_categories(
+    requests: pd.DataFrame, timings: pd.DataFrame, arms: Sequence[Arm]
+) -> pd.DataFrame:
+    """Return the numbers by prompt category, in the order of the trace.
+
+    Args:
+        requests, timings, arms: as for `summarise_arms`.
+
+    Returns:
+        One line per arm and category of its prompts, with the measures of `summarise_arms`; the
+        timings are NaN for a category whose prompts only ran in mixed groups.
+    """
+    columns = ["arm", "k", "category", *_measure(requests.iloc[:0], timings.iloc[:0], timings)]
+    lines: list[dict[str, Any]] = []
+    for arm in arms:
+        own, own_timings = _of_arm(requests, arm["arm"]), _of_arm(timings, arm["arm"])
+        baseline = _of_arm(timings, arms[0]["arm"])
+        for category in own["label"].unique():
+            line = {"arm": arm["arm"], "k": arm["k"], "category": category}
+            line |= _measure(
+                own.loc[own["label"] == category],
+                own_timings.loc[own_timings["category"] == category],
+                baseline.loc[baseline["category"] == category],
+            )
+            lines.append(line)
+    return pd.DataFrame(lines, columns=columns)
+
+
+_ARM_KEYS = ("arm", "drafter", "k", "verifier", "temperature", "lossless")
+
+
+def _measure(
+    requests: pd.DataFrame, timings: pd.DataFrame, baseline: pd.DataFrame
+) -> dict[str, Any]:
+    """Return the measures that arms and categories share."""
+    rows = _verify_rows(requests)
+    return {
+        "num_prompts": requests["request_id"].nunique(),
+        "num_verify_steps": len(rows),
+        **_named("accepted_length", accepted_length(requests)),
+        "num_drafted": int(_total(rows, "num_drafted")),
+        "num_accepted": int(_total(rows, "num_accepted")),
+        **_named("acceptance_rate", acceptance_rate(requests)),
+        **_named("undrafted_share", undrafted_share(requests)),
+        "num_tokens": int(_total(timings, "num_tokens")),
+        "wall_s": _total(timings, "wall_s"),
+        **_named("tokens_per_s", tokens_per_s(timings)),
+        **_named("speedup", speedup(timings, baseline)),
+    }
+
+
+def _names(name: str) -> list[str]:
+    return [name, f"{name}_low", f"{name}_high"]
+
+
+def _named(name: str, result: Estimate) -> dict[str, float]:
+    return dict(zip(_names(name), result, strict=True))
+
+
+def _of_arm(frame: pd.DataFrame, arm: str) -> pd.DataFrame:
+    return frame.loc[frame["arm"] == arm]
+
+
+def _verify_rows(requests: pd.DataFrame) -> pd.DataFrame:
+    return requests.loc[requests["is_verify"].astype(bool)]
+
+
+def _num_positions(rows: pd.DataFrame, arm: Arm) -> int:
+    return max(int(arm["k"]), max(rows["num_drafted"], default=0))
+
+
+def _prompt_ratio(
+    requests: pd.DataFrame, numerator: str, denominator: str, empty: float = np.nan
+) -> Estimate:
+    """Return a ratio of sums over verify rows; a prompt without any is a unit that adds nothing."""
+    undrafted = requests["num_positions"] - 1 - requests["num_drafted"]
+    counted = requests.assign(num_rows=1, num_undrafted=undrafted)
+    counted.loc[~requests["is_verify"].astype(bool), [numerator, denominator]] = 0
+    sums = _sums(counted, "request_id", [numerator, denominator])
+    return estimate(sums, lambda s: _ratio(s[:, 0], s[:, 1], empty))
+
+
+def _sums(frame: pd.DataFrame, unit: str, columns: list[str]) -> Array:
+    """Return [num_units, num_columns] float64: sums per unit, in the units' sorted order."""
+    return np.asarray(frame.groupby(unit)[columns].sum(), dtype=np.float64)
+
+
+def _total(frame: pd.DataFrame, column: str) -> float:
+    return float(np.asarray(frame[column], dtype=np.float64).sum())
+
+
+def _mean(frame: pd.DataFrame, column: str) -> float:
+    return _total(frame, column) / len(frame) if len(frame) else np.nan
+
+
+def _ratio(numerator: Array, denominator: Array, empty: float = np.nan) -> Array:
+    """Divide elementwise, `empty` where the denominator is zero."""
+    result = np.full(numerator.shape, empty)
+    return np.divide(numerator, denominator, out=result, where=denominator != 0)
+
+
+@lru_cache(maxsize=1)  # all metrics of an arm have the same units
+def _resample_counts(num_units: int) -> Array:
+    """Return [NUM_RESAMPLES, num_units] float64: how often each resample draws each unit."""
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    drawn = rng.integers(num_units, size=(NUM_RESAMPLES, num_units))
+    drawn += np.arange(NUM_RESAMPLES)[:, None] * num_units
+    counts = np.bincount(drawn.ravel(), minlength=NUM_RESAMPLES * num_units)
+    return counts.reshape(NUM_RESAMPLES, num_units).astype(np.float64)
