@@ -61,10 +61,10 @@ def _profile_gpu(runner: "ModelRunner") -> int:
     """Run the largest steps as padding and return the bytes left for KV."""
     config = runner.config
     torch.cuda.reset_peak_memory_stats(runner.device)
-    runner.execute_model(padding_plan(1, config.max_num_batched_tokens, True)).output.wait()
-    width = config.num_speculative_tokens + 1
-    places = min(config.max_num_reqs, config.max_num_batched_tokens // width)
-    runner.execute_model(padding_plan(places, width, False)).output.wait()
+    longest = min(config.max_model_len, config.max_num_batched_tokens)
+    for query_len, is_prefill in ((longest, True), (config.num_speculative_tokens + 1, False)):
+        places = min(config.max_num_reqs, config.max_num_batched_tokens // query_len)
+        runner.execute_model(padding_plan(places, query_len, is_prefill)).output.wait()
     peak = torch.cuda.max_memory_allocated(runner.device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.device)

@@ -242,8 +242,10 @@ class WandbTracker:
             if self._run is not None and rows:
                 import wandb
 
-                data = [list(row.values()) for row in rows]
-                self._run.log({name: wandb.Table(columns=list(rows[0]), data=data)})
+                table = wandb.Table(columns=list(rows[0]))
+                for row in rows:
+                    table.add_data(*row.values())
+                self._run.log({name: table})
 
     def log_artifact_folder(self, folder: Path, name: str) -> None:
         """Record the files that lie directly in a folder as one artifact of type "run"."""

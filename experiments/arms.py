@@ -1,0 +1,344 @@
+"""Arms: a drafter with its K on a target that all arms share; how questions are played on them."""
+
+import dataclasses
+import json
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.prompts import (
+    Question,
+    builtin_questions,
+    load_questions,
+    select_questions,
+)
+from experiments.schemas import Plugin, PromptsConfig, RunConfig, load_plugin
+from runner.loader import LoadedTarget
+from specdec.engine import Engine
+from specdec.errors import CapacityError, ConfigError
+from specdec.log import warn_once
+from specdec.trace import StepTrace
+from specdec.types import RequestOutput, RequestStats, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Neutral, and in no question file: a drafter that learns from what it sees must not learn from it.
+_WARMUP_PROMPT = "Name the days of the week."
+_LABEL_VALUE_CHARS = 24  # of a parameter in an arm's name
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """What tells an arm from the others."""
+
+    name: str
+    drafter: Plugin
+    k: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answered turn of a question."""
+
+    question_id: str
+    category: str
+    turn: int  # from 1
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    seed: int
+    stats: RequestStats
+
+    @property
+    def request_id(self) -> str:
+        """Return the id under which the turn is traced: the same in every arm."""
+        return request_id(self.question_id, self.turn)
+
+
+@dataclass
+class Played:
+    """What playing a group of questions gave."""
+
+    turns: list[Turn] = field(default_factory=list)
+    num_skipped: int = 0  # turns that did not fit, and the later turns of their questions
+    wall_s: float = 0.0
+
+
+@dataclass
+class Arm:
+    """An arm while it is timed."""
+
+    spec: ArmSpec
+    engine: Engine
+    trace: StepTrace
+    turns: list[Turn] = field(default_factory=list)
+    timings: list[dict[str, Any]] = field(default_factory=list)
+    num_skipped: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes reserved for KV, the drafter's included."""
+        return sum(kv.num_bytes for kv in self.engine.runner.kv_caches)
+
+    @property
+    def accepted_length(self) -> float:
+        """Return committed tokens per verification step so far, bonus included."""
+        steps = sum(t.stats.num_verify_steps for t in self.turns)
+        return sum(t.stats.num_verify_tokens for t in self.turns) / steps if steps else 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return new tokens per second of wall time so far."""
+        wall_s = sum(t["wall_s"] for t in self.timings)
+        return sum(t["num_tokens"] for t in self.timings) / wall_s if wall_s else 0.0
+
+    def add(self, played: Played, group: int) -> None:
+        """Take up the outcome of a group of questions."""
+        self.turns += played.turns
+        self.num_skipped += played.num_skipped
+        if not played.turns:
+            return
+        categories = {turn.category for turn in played.turns}
+        self.timings.append(
+            {
+                "arm": self.spec.name,
+                "k": self.spec.k,
+                "group": group,
+                "category": categories.pop() if len(categories) == 1 else "mixed",
+                "num_prompts": len({turn.question_id for turn in played.turns}),
+                "num_tokens": sum(len(turn.token_ids) for turn in played.turns),
+                "wall_s": played.wall_s,
+            }
+        )
+
+    def requests(self) -> pd.DataFrame:
+        """Return the trace per request and step, with arm, k and turn."""
+        frame = self.trace.requests()
+        turn = [int(name.rpartition("/")[2]) for name in frame["request_id"]]
+        return frame.assign(arm=self.spec.name, k=self.spec.k, turn=turn)
+
+    def steps(self) -> pd.DataFrame:
+        """Return the trace per step, with the arm."""
+        return self.trace.steps().assign(arm=self.spec.name)
+
+
+def request_id(question_id: str, turn: int) -> str:
+    """Name a turn of a question."""
+    return f"{question_id}/{turn}"
+
+
+def request_seed(config: RunConfig, name: str) -> int:
+    """Return a request's noise seed: a function of the run's seed and the request's name alone."""
+    if config.sampling.seed is not None:
+        return config.sampling.seed
+    return config.seed * 1_000_003 + zlib.crc32(name.encode())
+
+
+def plan_arms(config: RunConfig) -> list[ArmSpec]:
+    """Return the arms of a run, the autoregressive one first, each with a name of its own."""
+    chosen = [(load_plugin("drafter", "none", "drafter"), 0)]
+    wanted = [(config.drafter, config.num_speculative_tokens)]
+    for item in config.compare:
+        k = item.num_speculative_tokens
+        wanted.append((item.drafter, config.num_speculative_tokens if k is None else k))
+    for drafter, k in wanted:
+        arm = (drafter, 0 if drafter.entry.name == "none" else k)
+        if arm not in chosen:
+            chosen.append(arm)
+        elif drafter.entry.name != "none":
+            warn_once(logger, f"the arm {drafter.entry.name} K={k} is given twice; it runs once")
+    bases = [_base_name(drafter, k) for drafter, k in chosen]
+    used: Counter[str] = Counter()
+    specs: list[ArmSpec] = []
+    for i, (drafter, k) in enumerate(chosen):
+        rivals = [chosen[j][0] for j in range(len(chosen)) if bases[j] == bases[i]]
+        name = bases[i] + _difference(drafter, rivals)
+        used[name] += 1
+        specs.append(ArmSpec(name if used[name] == 1 else f"{name} #{used[name]}", drafter, k))
+    return specs
+
+
+def _base_name(drafter: Plugin, k: int) -> str:
+    return "none" if drafter.entry.name == "none" else f"{drafter.entry.name} K={k}"
+
+
+def _difference(drafter: Plugin, rivals: Sequence[Plugin]) -> str:
+    """Return the parameters in which a drafter differs from others of the same name and K."""
+    text = ""
+    for key, value in drafter.spec.items():
+        if any(rival.spec[key] != value for rival in rivals):
+            shown = Path(value).name if isinstance(value, str) else str(value)
+            if len(shown) <= _LABEL_VALUE_CHARS:
+                text += f" {key}={shown}"
+    return text
+
+
+def choose_questions(config: PromptsConfig) -> list[Question]:
+    """Return the questions that a configuration asks for.
+
+    Raises:
+        ConfigError: the file, a category or an id cannot be used.
+    """
+    questions = builtin_questions() if config.path is None else load_questions(config.path)
+    try:
+        chosen = select_questions(questions, config.per_category, config.limit, config.categories)
+    except ConfigError as error:
+        raise ConfigError(f"prompts.{error}") from error
+    seen: set[str] = set()
+    for question in chosen:
+        if str(question.question_id) in seen:
+            raise ConfigError(
+                f"question_id {question.question_id!r} stands for two questions once as a number "
+                "and once as a text; give every question an id of its own"
+            )
+        seen.add(str(question.question_id))
+    return chosen
+
+
+def build_engine(
+    spec: ArmSpec, config: RunConfig, target: LoadedTarget, trace: StepTrace | None = None
+) -> Engine:
+    """Build an arm's engine on a target that is already loaded."""
+    return Engine(
+        target,
+        spec.drafter.spec,
+        config.verifier.spec,
+        spec.k,
+        config=config.engine,
+        trace=trace,
+    )
+
+
+def build_arm(spec: ArmSpec, config: RunConfig, target: LoadedTarget) -> Arm:
+    """Build an arm and run its untimed warm-up, which leaves no trace."""
+    trace = StepTrace()
+    arm = Arm(spec, build_engine(spec, config, target), trace)
+    if config.warmup_tokens:
+        params = dataclasses.replace(
+            config.sampling.params(seed=config.seed, max_tokens=config.warmup_tokens),
+            ignore_eos=True,
+        )
+        token_ids = encode(arm.engine, [{"role": "user", "content": _WARMUP_PROMPT}])
+        for i in range(config.batch_size):
+            arm.engine.add_request(f"warm-up {i}", token_ids, params)
+        while arm.engine.has_requests:
+            arm.engine.step()
+    arm.engine.trace = trace
+    return arm
+
+
+def groups_of(questions: Sequence[Question], batch_size: int) -> list[list[Question]]:
+    """Cut questions into groups that run together."""
+    return [list(questions[i : i + batch_size]) for i in range(0, len(questions), batch_size)]
+
+
+def encode(engine: Engine, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Return a conversation's tokens, ready for the next answer."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None, "a loaded target brings its tokenizer"
+    if not getattr(tokenizer, "chat_template", None):
+        warn_once(logger, "the target has no chat template; turns are joined by blank lines")
+        text = "\n\n".join(message["content"] for message in messages) + "\n\n"
+        return list(tokenizer(text)["input_ids"])
+    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class _Conversation:
+    """A question while it is played: its own answers become its history."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.messages: list[dict[str, str]] = []
+        self.turn = 0
+
+    def ask(self) -> list[dict[str, str]] | None:
+        """Move to the next turn and return the conversation up to it; None after the last."""
+        if self.turn == len(self.question.turns):
+            return None
+        self.messages.append({"role": "user", "content": self.question.turns[self.turn]})
+        self.turn += 1
+        return self.messages
+
+    def answer(self, output: RequestOutput) -> Turn:
+        """Take an answer into the history and return it."""
+        self.messages.append({"role": "assistant", "content": output.text})
+        return Turn(
+            question_id=str(self.question.question_id),
+            category=self.question.category,
+            turn=self.turn,
+            prompt_token_ids=output.prompt_token_ids,
+            token_ids=output.token_ids,
+            text=output.text,
+            finish_reason=output.finish_reason,
+            seed=output.seed,
+            stats=output.stats,
+        )
+
+
+def play(
+    engine: Engine,
+    questions: Iterable[Question],
+    make_params: Callable[[str], SamplingParams],
+) -> Played:
+    """Run questions together to their ends, each turn as soon as the one before is answered.
+
+    A turn that does not fit is told and skipped, with the later turns of its question.
+
+    Args:
+        engine: idle.
+        questions: their ids, as texts, differ.
+        make_params: gives a request's sampling parameters from its name.
+    """
+    played = Played()
+    running: dict[str, _Conversation] = {}
+    started = time.perf_counter()
+
+    def advance(conversation: _Conversation) -> None:
+        messages = conversation.ask()
+        if messages is None:
+            return
+        question = conversation.question
+        name = request_id(str(question.question_id), conversation.turn)
+        try:
+            token_ids = encode(engine, messages)
+            limit = engine.config.max_model_len - 1
+            if len(token_ids) > limit:
+                raise CapacityError(
+                    f"{len(token_ids)} tokens, at most {limit} fit with "
+                    f"max_model_len={engine.config.max_model_len}"
+                )
+            engine.add_request(name, token_ids, make_params(name), question.category)
+        except CapacityError as error:
+            played.num_skipped += len(question.turns) - conversation.turn + 1
+            warn_once(
+                logger,
+                f"question {question.question_id!r} turn {conversation.turn} is skipped: {error}",
+            )
+            return
+        running[name] = conversation
+
+    for question in questions:
+        advance(_Conversation(question))
+    while engine.has_requests:
+        for increment in engine.step():
+            if increment.output is not None:
+                conversation = running.pop(increment.request_id)
+                played.turns.append(conversation.answer(increment.output))
+                advance(conversation)
+    played.wall_s = time.perf_counter() - started
+    return played
+
+
+def turn_line(arm: ArmSpec, turn: Turn) -> str:
+    """Return a turn as one line of JSON."""
+    values = dataclasses.asdict(turn)
+    return json.dumps({"arm": arm.name, "k": arm.k, "request_id": turn.request_id, **values})

@@ -1,0 +1,254 @@
+"""Measure arms beside the autoregressive one: `python -m experiments.run drafter=ngram`.
+
+One target is loaded; for each group of questions every arm runs in turn, so that drift of the
+machine hits all arms alike. Traces, texts, verdicts and the report go into Hydra's output folder.
+"""
+
+import dataclasses
+import logging
+import math
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from experiments.arms import (
+    Arm,
+    ArmSpec,
+    build_arm,
+    choose_questions,
+    groups_of,
+    plan_arms,
+    play,
+    request_seed,
+    turn_line,
+)
+from experiments.cli import hydra_app
+from experiments.equality import Verdict, first_verdict, try_equality
+from experiments.prompts import Question
+from experiments.provenance import collect_provenance
+from experiments.run_folder import RunFolder
+from experiments.schemas import RunConfig, load_config, register_schemas
+from runner.loader import LoadedTarget, load_target, resolve_device, resolve_dtype
+from specdec.errors import CapacityError
+from specdec.log import progress, setup_logging
+from specdec.tracker import Tracker, make_tracker
+from specdec.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_TABLE_WIDTH = 120  # columns that the tables are made for
+
+
+@dataclass
+class RunResult:
+    """What a run leaves."""
+
+    folder: Path
+    report: Path
+    tables: list[Table]
+    tracked_at: str | None
+
+
+@dataclass
+class _Run:
+    """What the stages of a run share."""
+
+    config: RunConfig
+    folder: RunFolder
+    tracker: Tracker
+    specs: list[ArmSpec]
+    questions: list[Question]
+
+    def params(self, name: str) -> SamplingParams:
+        """Return the sampling parameters of a request."""
+        return self.config.sampling.params(seed=request_seed(self.config, name))
+
+
+def execute(config: RunConfig, path: Path, command: str, resolved: Mapping[str, Any]) -> RunResult:
+    """Run a checked configuration and write its run folder.
+
+    Args:
+        config: from `load_config`.
+        path: the run folder.
+        command: for the provenance.
+        resolved: the same configuration as plain values, for `config.yaml` and the tracker.
+
+    Raises:
+        SpecdecError: a question file, device, target or disk that cannot be used.
+    """
+    started = time.monotonic()
+    device = resolve_device(config.engine.device)
+    dtype = resolve_dtype(config.engine.dtype, device)
+    questions = choose_questions(config.prompts)
+    specs = plan_arms(config)
+    folder = RunFolder(path)
+    folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(resolved))))
+    provenance = collect_provenance(command, config.seed, device, dtype)
+    folder.write_json("provenance.json", provenance)
+    run_name = f"{Path(config.target.name).name}, {specs[-1].name}"
+    tracker = make_tracker(config.tracker, resolved, path, run_name)
+    failed = True
+    try:
+        run = _Run(config, folder, tracker, specs, questions)
+        _measure(run, dtype, device)
+        provenance["duration_s"] = round(time.monotonic() - started, 1)
+        folder.write_json("provenance.json", provenance)
+        result = _report(run)
+        failed = False
+        return result
+    finally:
+        tracker.finish(failed)
+
+
+def _measure(run: _Run, dtype: torch.dtype, device: torch.device) -> None:
+    """Time the arms, then compare their texts."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    judged = [(spec, *first_verdict(spec, run.config, dtype_name)) for spec in run.specs]
+    verdicts = {spec.name: verdict for spec, verdict, _ in judged}
+    target: LoadedTarget | None = load_target(run.config.target.name, dtype, device)
+    entries = _time_arms(run, target, verdicts)
+    to_compare = [spec for spec, _, needs_texts in judged if needs_texts]
+    if to_compare:
+        if dtype != torch.float32:
+            target = None  # its memory is needed for the float32 weights
+        specs = [run.specs[0], *to_compare]
+        found, texts = try_equality(specs, run.config, run.questions, device, target)
+        run.folder.write_json("arms.json", _with_verdicts(entries, verdicts | found))
+        lines = [turn_line(spec, turn) for spec, turn in texts]
+        run.folder.write_text("texts_compared.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def _time_arms(
+    run: _Run, target: LoadedTarget, verdicts: Mapping[str, Verdict]
+) -> list[dict[str, Any]]:
+    """Play every group of questions on every arm; return the entries of arms.json.
+
+    The run folder is kept up to date meanwhile.
+    """
+    arms = [build_arm(spec, run.config, target) for spec in run.specs]
+    run.folder.write_json("arms.json", _with_verdicts(_entries(run, arms), verdicts))
+    groups = groups_of(run.questions, run.config.batch_size)
+    logger.info("timing %d arms on %d questions", len(arms), len(run.questions))
+    with progress("timing", total=len(groups) * len(arms)) as bar:
+        for index, group in enumerate(groups):
+            # Rotated, so that no arm always runs first on a cool machine or with cold caches.
+            first = index % len(arms)
+            for arm in arms[first:] + arms[:first]:
+                arm.add(play(arm.engine, group, run.params), index)
+                bar.advance(
+                    f"{arm.spec.name}: {arm.tokens_per_s:.1f} tokens/s, "
+                    f"accepted length {arm.accepted_length:.2f}"
+                )
+            run.folder.flush_if_due(arms)
+            run.tracker.log(_progress_metrics(arms), step=index)
+    if not arms[0].turns:
+        raise CapacityError(
+            f"none of the {len(run.questions)} questions fits engine.max_model_len="
+            f"{run.config.engine.max_model_len}; raise it or ask shorter questions"
+        )
+    entries = _entries(run, arms)
+    run.folder.write_json("arms.json", _with_verdicts(entries, verdicts))
+    run.folder.flush(arms)
+    return entries
+
+
+def _entries(run: _Run, arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Return what arms.json says of each arm, but for the verdict."""
+    verifier = run.config.verifier
+    return [
+        {
+            "arm": arm.spec.name,
+            "drafter": arm.spec.drafter.entry.name,
+            "drafter_config": arm.spec.drafter.spec,
+            "k": arm.spec.k,
+            "verifier": verifier.entry.name,
+            "temperature": run.config.sampling.temperature,
+            "lossless": bool(verifier.entry.cls(verifier.config).lossless),
+            "kv_bytes": arm.kv_bytes,
+            "num_skipped": arm.num_skipped,
+        }
+        for arm in arms
+    ]
+
+
+def _with_verdicts(
+    entries: Sequence[dict[str, Any]], verdicts: Mapping[str, Verdict]
+) -> list[dict[str, Any]]:
+    return [e | {"verdict": dataclasses.asdict(verdicts[e["arm"]])} for e in entries]
+
+
+def _progress_metrics(arms: Sequence[Arm]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for arm in arms:
+        metrics[f"accept/length/{arm.spec.name}"] = arm.accepted_length
+        metrics[f"speed/tokens_per_s/{arm.spec.name}"] = arm.tokens_per_s
+    return metrics
+
+
+def _report(run: _Run) -> RunResult:
+    """Build the report from the run folder and hand the summary to the tracker."""
+    # Here, because matplotlib is slow to import and a mistyped key should be told at once.
+    from experiments.report import build_report, load_run, read_tables, render_table
+    from specdec.metrics import PHASES, time_split
+
+    path = run.folder.path
+    report = build_report(path)
+    summary, categories = read_tables(path)
+    traces = load_run(path)
+    times = time_split(traces.requests, traces.steps, traces.arms)
+    metrics: dict[str, float] = {}
+    for row in summary.to_dict("records"):
+        metrics[f"accept/length/{row['arm']}"] = row["accepted_length"]
+        metrics[f"accept/rate/{row['arm']}"] = row["acceptance_rate"]
+        metrics[f"speed/tokens_per_s/{row['arm']}"] = row["tokens_per_s"]
+        metrics[f"speed/speedup/{row['arm']}"] = row["speedup"]
+    for row in times.to_dict("records"):
+        metrics |= {f"time/{phase}_ms/{row['arm']}": row[f"{phase}_ms"] for phase in PHASES}
+    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    run.tracker.log(known, step=len(run.questions))
+    run.tracker.log_table("arms", summary.to_dict("records"))  # pyright: ignore[reportArgumentType]
+    run.tracker.log_artifact_folder(path, f"run-{path.name}")
+    return RunResult(path, report, render_table(summary, categories), run.tracker.location)
+
+
+def show(result: RunResult) -> None:
+    """Print the tables, and where everything lies."""
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    for table in result.tables:
+        console.print(table)
+    console.print(f"report   {result.report}", soft_wrap=True, highlight=False)
+    console.print(f"traces   {result.folder}/*.parquet", soft_wrap=True, highlight=False)
+    if result.tracked_at is not None:
+        console.print(f"tracker  {result.tracked_at}", soft_wrap=True, highlight=False)
+
+
+def run_task(cfg: DictConfig) -> None:
+    """Run one composed configuration in Hydra's output folder."""
+    setup_logging(logging.getLogger().level)  # the level that Hydra was asked for
+    hydra_config = HydraConfig.get()
+    config = load_config(cfg)
+    resolved = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(resolved, dict), type(resolved)
+    command = "python -m experiments.run " + shlex.join(hydra_config.overrides.task)
+    folder = Path(hydra_config.runtime.output_dir)
+    show(execute(config, folder, command.strip(), {str(k): v for k, v in resolved.items()}))
+
+
+def main() -> int:
+    """Run the app on the command line; returns the exit code."""
+    register_schemas()
+    return hydra_app("run", run_task)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

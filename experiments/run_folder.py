@@ -1,0 +1,87 @@
+"""The files of a run folder, each replaced in one step, so that a kill leaves whole files."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.arms import Arm, turn_line
+from specdec.errors import CapacityError
+
+_FLUSH_EVERY_S = 3.0
+
+
+class RunFolder:
+    """Writes what a run has measured so far.
+
+    Args:
+        path: the folder; it is made where it does not exist.
+
+    Raises:
+        CapacityError: (every method) a file cannot be written; older files stay as they are.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._flushed = float("-inf")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file."""
+        self._replace(name, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file."""
+        self.write_text(name, json.dumps(value, indent=2) + "\n")
+
+    def write_frame(self, name: str, frame: pd.DataFrame) -> None:
+        """Write a Parquet file."""
+        self._replace(name, lambda path: frame.to_parquet(path, index=False))
+
+    def flush_if_due(self, arms: Sequence[Arm]) -> None:
+        """Write traces, timings and texts, unless that was done a moment ago."""
+        if time.monotonic() - self._flushed >= _FLUSH_EVERY_S:
+            self.flush(arms)
+
+    def flush(self, arms: Sequence[Arm]) -> None:
+        """Write traces, timings and texts of all arms so far."""
+        self.write_frame("requests.parquet", _join([arm.requests() for arm in arms]))
+        self.write_frame("steps.parquet", _join([arm.steps() for arm in arms]))
+        timings = [timing for arm in arms for timing in arm.timings]
+        self.write_frame("timings.parquet", pd.DataFrame(timings))
+        lines = [turn_line(arm.spec, turn) for arm in arms for turn in arm.turns]
+        self.write_text("texts.jsonl", "".join(f"{line}\n" for line in lines))
+        self._flushed = time.monotonic()
+
+    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
+        part = self.path / f".{name}.part"
+        try:
+            write(part)
+            os.replace(part, self.path / name)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise _cannot_write(self.path / name, error) from error
+
+
+def _join(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Concatenate; frames without rows would only spoil the column types."""
+    return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
+
+
+def _cannot_write(path: Path, error: OSError) -> CapacityError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        reason, fix = "no space is left on the disk", "free some space"
+    else:
+        reason, fix = error.strerror or str(error), "make the folder writable"
+    return CapacityError(
+        f"{path} cannot be written ({reason}); {fix} or set hydra.run.dir to another folder; "
+        "what was written before stays"
+    )

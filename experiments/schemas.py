@@ -1,0 +1,381 @@
+"""Schemas of the Hydra groups, and the way from a composed configuration to typed objects.
+
+`register_schemas` stores each dataclass as `<name>_schema`; a YAML option extends it and gives
+values only, so a wrong key or type fails while the configuration is composed, before a model loads.
+The parameters of drafters and verifiers live beside their classes.
+"""
+
+import copy
+import dataclasses
+import importlib.metadata
+import logging
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.cli import SCHEMA_SUFFIX, explain, type_words, unknown_name
+from specdec.config import EngineConfig
+from specdec.errors import ConfigError
+from specdec.log import warn_once
+from specdec.registry import PluginEntry, build_config, known_names, resolve
+from specdec.tracker import CsvConfig, TrackerConfig, WandbConfig
+from specdec.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_MAX_SEED = 2**32
+_ENTRY_POINT_GROUPS = {"drafter": "specdec.drafters", "verifier": "specdec.verifiers"}
+
+
+@dataclass
+class TargetConfig:
+    """The model that is accelerated.
+
+    Args:
+        name: "smollm2-135m-instruct" (embedded), a hub id, or a local folder.
+        dtype: of the timed runs; "auto" is bf16 where the device is fast at it, else fp32.
+    """
+
+    name: str = "smollm2-135m-instruct"
+    dtype: str = "auto"
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are drawn; see `specdec.types.SamplingParams`.
+
+    Args:
+        temperature, top_p, top_k, max_tokens, ignore_eos: as there.
+        seed: the same for every request; None derives one a question and turn from the run's seed.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every range."""
+        try:
+            self.params(self.seed)
+        except ConfigError as error:
+            raise ConfigError(f"sampling.{error}") from error
+
+    def params(self, seed: int | None, max_tokens: int | None = None) -> SamplingParams:
+        """Return a request's parameters, with its own seed and, if given, its own length."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=max_tokens or self.max_tokens,
+            seed=seed,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass
+class PromptsConfig:
+    """Which questions are asked.
+
+    Args:
+        path: question file (JSON lines); None takes the project's own questions.
+        per_category: questions of each category at most; None takes all.
+        limit: questions altogether at most; None takes all.
+        categories: the categories to keep; None keeps all.
+    """
+
+    path: str | None = None
+    per_category: int | None = None
+    limit: int | None = None
+    categories: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        _check_at_least("prompts.per_category", self.per_category, 1)
+        _check_at_least("prompts.limit", self.limit, 1)
+
+
+@dataclass
+class EqualityConfig:
+    """The equality verdict: texts in float32, beside the timed runs.
+
+    Args:
+        enabled: False leaves it out.
+        per_category: questions of each category at most, of those that are timed.
+        max_tokens: new tokens a turn at most.
+    """
+
+    enabled: bool = True
+    per_category: int = 1
+    max_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        _check_at_least("equality.per_category", self.per_category, 1)
+        _check_at_least("equality.max_tokens", self.max_tokens, 1)
+
+
+@dataclass
+class CompareConfig:
+    """One more arm: a drafter (name, or mapping with a key "name") and its K."""
+
+    drafter: Any = MISSING
+    num_speculative_tokens: int | None = None  # None takes the run's
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A chosen drafter or verifier with its checked parameters."""
+
+    entry: PluginEntry
+    config: Any
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Return the mapping that an engine takes."""
+        values = {f.name: getattr(self.config, f.name) for f in _init_fields(type(self.config))}
+        return {**values, "name": self.entry.name}
+
+
+@dataclass
+class RunConfig:
+    """`experiments.run`: one or several arms beside the autoregressive one.
+
+    After `load_config`, `drafter` and `verifier` are a `Plugin`, `engine` an `EngineConfig`, and
+    the drafters of `compare` plug-ins too.
+
+    Args:
+        compare: further arms, each a mapping with `drafter` and `num_speculative_tokens`.
+        num_speculative_tokens: drafts a step at most (K).
+        seed: of prompts' noise and everything else that is drawn.
+        batch_size: requests that run together; 1 = one at a time.
+        warmup_tokens: tokens of the untimed generation before an arm is timed; 0 leaves it out.
+    """
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: Any = MISSING
+    verifier: Any = MISSING
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    engine: Any = MISSING
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    equality: EqualityConfig = field(default_factory=EqualityConfig)
+    compare: list[Any] = field(default_factory=list)
+    num_speculative_tokens: int = 4
+    seed: int = 0
+    batch_size: int = 1
+    warmup_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        _check_at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _check_at_least("batch_size", self.batch_size, 1)
+        _check_at_least("warmup_tokens", self.warmup_tokens, 0)
+        if not 0 <= self.seed < _MAX_SEED:
+            raise ConfigError(f"seed={self.seed} is not allowed; give an integer in [0, 2^32)")
+
+
+def register_schemas() -> None:
+    """Store every schema in Hydra's ConfigStore; an installed plug-in becomes an option itself.
+
+    So `drafter=<entry point>` works without a YAML file.
+    """
+    store = ConfigStore.instance()
+    store.store(name=f"run{SCHEMA_SUFFIX}", node=RunConfig)
+    for group, name, node in (
+        ("target", "target", TargetConfig),
+        ("sampling", "sampling", SamplingConfig),
+        ("prompts", "prompts", PromptsConfig),
+        ("engine", "engine", fillable(EngineConfig)),
+        ("tracker", "none", TrackerConfig),
+        ("tracker", "csv", CsvConfig),
+        ("tracker", "wandb", WandbConfig),
+    ):
+        store.store(group=group, name=f"{name}{SCHEMA_SUFFIX}", node=node)
+    for kind, entry_points in _ENTRY_POINT_GROUPS.items():
+        outside = {point.name for point in importlib.metadata.entry_points(group=entry_points)}
+        for name in known_names(kind):
+            try:
+                node = fillable(resolve(kind, name).config_cls)
+            # A stranger's module may fail in any way; that must not keep ours from running.
+            except Exception as error:
+                if name not in outside:
+                    raise
+                warn_once(logger, f"plug-in {kind} {name!r} cannot be loaded: {error}")
+                continue
+            store.store(group=kind, name=f"{name}{SCHEMA_SUFFIX}", node=node)
+            if name in outside:
+                store.store(group=kind, name=name, node=node)
+
+
+def fillable(cls: type) -> type:
+    """Return a copy of a config dataclass that Hydra can fill.
+
+    OmegaConf cannot write to a frozen dataclass, knows no Literal, and would run range checks on
+    the copy only; the real class checks its ranges when it is built from the values.
+    """
+    fields = []
+    for f in _init_fields(cls):
+        annotation: Any = f.type
+        if typing.get_origin(annotation) is typing.Literal:
+            kinds = {type(choice) for choice in typing.get_args(annotation)}
+            annotation = kinds.pop() if len(kinds) == 1 else Any
+        default: Any = copy.copy(f)  # keeps the default, or the factory of it
+        fields.append((f.name, annotation if _is_known_type(annotation) else Any, default))
+    return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def _is_known_type(annotation: Any) -> bool:
+    probe = dataclasses.make_dataclass("Probe", [("value", annotation, field(default=MISSING))])
+    try:
+        OmegaConf.structured(probe)
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def load_config(cfg: DictConfig) -> RunConfig:
+    """Turn a composed configuration into typed objects, checking all that needs no model.
+
+    Raises:
+        ConfigError: one sentence that names the key, the value and what is allowed.
+    """
+    try:
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    assert isinstance(config, RunConfig), type(config)
+    _check_keys(config)
+    config.drafter = load_plugin("drafter", config.drafter, "drafter")
+    config.verifier = load_plugin("verifier", config.verifier, "verifier")
+    config.engine = _load_engine(config)
+    config.compare = [_load_compare(item, i) for i, item in enumerate(config.compare)]
+    _check_pairings(config)
+    return config
+
+
+def load_plugin(kind: str, given: Any, where: str) -> Plugin:
+    """Resolve a drafter or verifier and check its parameters by the dataclass beside its class.
+
+    Args:
+        kind: "drafter" or "verifier".
+        given: a name, a mapping with a key "name", or an object of the group's schema.
+        where: its place in the configuration, for messages.
+
+    Raises:
+        ConfigError: an unknown name or key, or a value of a wrong type or range.
+    """
+    values = {"name": given} if isinstance(given, str) else _as_mapping(given, where)
+    name = values.get("name")
+    if not isinstance(name, str):
+        raise ConfigError(f"{where} needs a key 'name'; known: {', '.join(known_names(kind))}")
+    config_cls = resolve(kind, name).config_cls
+    known = [f.name for f in _init_fields(config_cls)]
+    _check_known({k: v for k, v in values.items() if k != "name"}, known, f"{where}.")
+    own = {k: v for k, v in values.items() if k in known}
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(fillable(config_cls)), own)
+        merged = vars(OmegaConf.to_object(typed))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, prefix=f"{where}.")) from error
+    for f in _init_fields(config_cls):
+        allowed = typing.get_args(f.type) if typing.get_origin(f.type) is typing.Literal else None
+        if allowed and merged[f.name] not in allowed:
+            raise ConfigError(
+                f"{where}.{f.name}={merged[f.name]!r} is not allowed; give {type_words(f.type)}"
+            )
+    entry, config = build_config(kind, {**merged, "name": name})
+    return Plugin(entry, config)
+
+
+def _load_engine(config: RunConfig) -> EngineConfig:
+    """Return the engine's configuration, with as many rows as requests run together."""
+    values = _as_mapping(config.engine, "engine")
+    _check_known(values, [f.name for f in dataclasses.fields(EngineConfig)], "engine.")
+    engine = EngineConfig(**values)
+    rows = engine.max_num_reqs
+    if rows is not None and rows < config.batch_size:
+        raise ConfigError(
+            f"engine.max_num_reqs={rows} has fewer rows than batch_size={config.batch_size}; "
+            f"give at least {config.batch_size}, or null"
+        )
+    return dataclasses.replace(engine, max_num_reqs=rows or config.batch_size)
+
+
+def _check_pairings(config: RunConfig) -> None:
+    """Refuse combinations that no arm could run."""
+    verifier = config.verifier.entry.cls(config.verifier.config)
+    if verifier.greedy_only and config.sampling.temperature > 0:
+        raise ConfigError(
+            f"verifier={config.verifier.entry.name} takes sampling.temperature=0 only, got "
+            f"{config.sampling.temperature}; use verifier=rejection or verifier=sampled_match"
+        )
+    arms = [("drafter", config.drafter, config.num_speculative_tokens)]
+    for i, item in enumerate(config.compare):
+        arms.append((f"compare[{i}].drafter", item.drafter, item.num_speculative_tokens))
+    for where, drafter, num_drafts in arms:
+        k = config.num_speculative_tokens if num_drafts is None else num_drafts
+        if k == 0 and drafter.entry.name != "none":
+            raise ConfigError(
+                f"num_speculative_tokens=0 leaves {where}={drafter.entry.name} nothing to draft; "
+                "give 1 or more, or the drafter none"
+            )
+        try:
+            config.engine.check(k)
+        except ConfigError as error:
+            raise ConfigError(f"engine.{error}") from error
+
+
+def _load_compare(item: Any, index: int) -> CompareConfig:
+    where = f"compare[{index}]"
+    values = _as_mapping(item, where)
+    _check_known(values, [f.name for f in dataclasses.fields(CompareConfig)], f"{where}.")
+    if "drafter" not in values:
+        raise ConfigError(f"{where} needs a key 'drafter', for instance {{name: ngram}}")
+    num_drafts = values.get("num_speculative_tokens")
+    if num_drafts is not None and (isinstance(num_drafts, bool) or not isinstance(num_drafts, int)):
+        raise ConfigError(
+            f"{where}.num_speculative_tokens={num_drafts!r} is not allowed; give an integer >= 0"
+        )
+    _check_at_least(f"{where}.num_speculative_tokens", num_drafts, 0)
+    drafter = load_plugin("drafter", values["drafter"], f"{where}.drafter")
+    return CompareConfig(drafter, num_drafts)
+
+
+def _as_mapping(given: Any, where: str) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return {str(k): v for k, v in given.items()}
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return dict(vars(given))
+    raise ConfigError(f"{where}={given!r} is not allowed; give a mapping")
+
+
+def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if f.init]
+
+
+def _check_known(values: Mapping[str, Any], known: list[str], where: str) -> None:
+    for key in values:
+        if key not in known:
+            raise ConfigError(unknown_name("key", key, known, shown=f"{where}{key}"))
+
+
+def _check_keys(value: Any, where: str = "") -> None:
+    """Refuse keys that a `+` added to a schema: OmegaConf lets them through."""
+    _check_known(vars(value), [f.name for f in dataclasses.fields(value)], where)
+    for key, inner in vars(value).items():
+        # What is typed `Any` here is checked where it is turned into its own class.
+        if dataclasses.is_dataclass(inner) and key not in ("drafter", "verifier", "engine"):
+            _check_keys(inner, f"{where}{key}.")
+
+
+def _check_at_least(key: str, value: int | None, lowest: int) -> None:
+    if value is not None and value < lowest:
+        raise ConfigError(f"{key}={value} is not allowed; give an integer >= {lowest}")

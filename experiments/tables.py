@@ -1,0 +1,252 @@
+"""The tables of a report, for the terminal and for the page, from the tables of `specdec.metrics`.
+
+A number has the same digits wherever it stands; a dash stands for what was not measured.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from specdec.metrics import PHASES
+
+_TERMINAL_WIDTH = 120
+_NOT_LOSSLESS = ("different", "lossy")
+
+
+@dataclass
+class HtmlTable:
+    """A table of the page: columns of text are left-aligned, numbers right-aligned."""
+
+    caption: str
+    headers: list[str]
+    rows: list[list[str]]
+    text_columns: tuple[int, ...] = (0,)
+    group_by: int | None = None  # a rule is drawn where this column's value changes
+
+
+def render_table(summary: pd.DataFrame, categories: pd.DataFrame) -> list[Table]:
+    """Return the tables for a terminal of 120 columns: the arms, then the categories.
+
+    Args:
+        summary: from `specdec.metrics.summarise_arms`.
+        categories: from `specdec.metrics.summarise_categories`.
+    """
+    arms = _terminal_table(
+        "[low, high]: 95 % bootstrap interval over prompts, for the speed-up over groups of them"
+    )
+    arms.add_column("arm", overflow="fold", min_width=12, max_width=26)
+    arms.add_column("K", justify="right")
+    arms.add_column("mean accepted length (bonus included)", justify="right", min_width=17)
+    arms.add_column("accepted at position 1..K, %", min_width=12)
+    arms.add_column("tokens/s", justify="right", no_wrap=True)
+    arms.add_column("speed-up vs autoregressive", justify="right", min_width=19)
+    arms.add_column("equality verdict", min_width=16)
+    for row in summary.to_dict("records"):
+        cells = (
+            str(row["arm"]),
+            str(row["k"]),
+            _interval(row, "accepted_length", "{:.2f}"),
+            _positions_text(row),
+            _number(row["tokens_per_s"], "{:.1f}"),
+            _interval(row, "speedup", "{:.2f}x"),
+            _verdict_text(row),
+        )
+        arms.add_row(*map(escape, cells))
+    # The baseline's columns would all say 1.00; they stay only where there is nothing else.
+    names = list(summary["arm"])[1:] or list(summary["arm"])
+    return [arms, *(_terminal_categories(categories, chunk) for chunk in _chunks(names))]
+
+
+def _chunks(arms: Sequence[str]) -> list[list[str]]:
+    """Split arms so that a table with a column each fits the terminal."""
+    chunks: list[list[str]] = []
+    room = 0
+    for arm in arms:
+        needed = min(max(len(arm), 12), 20) + 2
+        if needed > room:
+            chunks.append([])
+            room = _TERMINAL_WIDTH - 24  # the column of categories
+        chunks[-1].append(arm)
+        room -= needed
+    return chunks
+
+
+def _terminal_categories(categories: pd.DataFrame, arms: Sequence[str]) -> Table:
+    caption = "mean accepted length (bonus included) and speed-up"
+    if math.isnan(sum(categories["speedup"])):
+        caption += "; -: ran in groups with other categories"
+    table = _terminal_table(caption)
+    table.add_column("category", overflow="fold", max_width=20)
+    for arm in arms:
+        table.add_column(escape(arm), justify="right", overflow="fold", min_width=12, max_width=20)
+    cells = {
+        (row["category"], row["arm"]): _number(row["accepted_length"], "{:.2f}")
+        + f" {_number(row['speedup'], '{:.2f}x'):>6}"
+        for row in categories.to_dict("records")
+    }
+    for category in categories["category"].unique():
+        row = (cells.get((category, arm), "-") for arm in arms)
+        table.add_row(escape(category_label(category)), *row)
+    return table
+
+
+def _terminal_table(caption: str) -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD, caption=escape(caption), caption_justify="left", padding=(0, 1, 0, 0)
+    )
+
+
+def summary_table(summary: pd.DataFrame) -> HtmlTable:
+    """Return the headline table of the page, one line per arm."""
+    headers = ["Arm", "K", "Mean accepted length (bonus included)", "Speed-up vs autoregressive"]
+    headers += ["Tokens/s", "Equality verdict", "Accepted at position 1..K, %"]
+    headers += ["Acceptance rate", "Undrafted positions"]
+    rows = [
+        [
+            str(row["arm"]),
+            str(row["k"]),
+            _interval(row, "accepted_length", "{:.2f}"),
+            _interval(row, "speedup", "{:.2f}x"),
+            _interval(row, "tokens_per_s", "{:.1f}"),
+            _verdict_text(row),
+            _positions_text(row),
+            _interval(row, "acceptance_rate", "{:.1%}"),
+            _interval(row, "undrafted_share", "{:.1%}"),
+        ]
+        for row in summary.to_dict("records")
+    ]
+    caption = (
+        "One line per arm; in brackets the 95 % bootstrap interval. A dash: nothing to measure."
+    )
+    return HtmlTable(caption, headers, rows, text_columns=(0, 5, 6))
+
+
+def category_tables(categories: pd.DataFrame) -> list[HtmlTable]:
+    """Return the accepted lengths and the speed-ups: one line per category, one column per arm.
+
+    The baseline has no column unless it is the only arm: all its numbers would be 1.
+    """
+    names, arms = categories["category"].unique(), list(categories["arm"].unique())
+    arms = arms[1:] or arms
+    lines = {(row["category"], row["arm"]): row for row in categories.to_dict("records")}
+    tables: list[HtmlTable] = []
+    for name, form, caption in (
+        ("accepted_length", "{:.2f}", "Mean accepted length (bonus included) by category."),
+        ("speedup", "{:.2f}x", "Speed-up vs autoregressive by category."),
+    ):
+        if math.isnan(sum(categories[name])):
+            caption += " A dash: the prompts ran only in groups with other categories."
+        rows: list[list[str]] = []
+        for category in names:
+            own = [lines.get((category, arm)) for arm in arms]
+            num_prompts = max(row["num_prompts"] for row in own if row)
+            cells = [_interval(row, name, form) if row else "-" for row in own]
+            rows.append([category_label(category), str(num_prompts), *cells])
+        tables.append(HtmlTable(caption, ["Category", "Prompts", *arms], rows))
+    return tables
+
+
+def position_lines(positions: pd.DataFrame) -> HtmlTable:
+    """Return acceptance by position, one line per arm and position."""
+    headers = ["Arm", "Position", "Drafted", "Reached", "Accepted", "Unconditional", "Conditional"]
+    rows = [
+        [
+            str(row["arm"]),
+            *(str(row[key]) for key in ("position", "num_drafted", "num_reached", "num_accepted")),
+            _interval(row, "unconditional", "{:.1%}"),
+            _interval(row, "conditional", "{:.1%}"),
+        ]
+        for row in positions.to_dict("records")
+    ]
+    caption = "Drafted: valid drafts; reached: those whose predecessors were all accepted."
+    return HtmlTable(caption, headers, rows, group_by=0)
+
+
+def time_lines(times: pd.DataFrame) -> HtmlTable:
+    """Return the time split, one line per arm."""
+    rows: list[list[str]] = []
+    for row in times.to_dict("records"):
+        phases = [
+            f"{_number(row[f'{phase}_ms'], '{:.2f}')} ({_number(row[f'{phase}_share'], '{:.0%}')})"
+            for phase in PHASES
+        ]
+        step_ms = _number(row["step_ms"], "{:.2f}")
+        rows.append([str(row["arm"]), str(row["num_steps"]), *phases, step_ms])
+    headers = ["Arm", "Decode steps", *(f"{phase}, ms" for phase in PHASES), "Whole step, ms"]
+    caption = "Mean milliseconds per decode step, and the share of each phase."
+    return HtmlTable(caption, headers, rows)
+
+
+def verdict_table(summary: pd.DataFrame) -> HtmlTable:
+    """Return what was compared of each arm's output and with what result."""
+    headers = ["Arm", "Verdict", "Compared in", "Equal texts", "Verifier", "Temperature", "Note"]
+    rows = [
+        [
+            str(row["arm"]),
+            str(row["verdict"]),
+            str(row["verdict_dtype"]),
+            f"{row['verdict_num_equal']} of {row['verdict_num_compared']}",
+            str(row["verifier"]),
+            f"{row['temperature']:g}",
+            str(row["verdict_note"] or ""),
+        ]
+        for row in summary.to_dict("records")
+    ]
+    caption = "Verdict on each arm's output."
+    return HtmlTable(caption, headers, rows, text_columns=(0, 1, 2, 4, 6))
+
+
+def lead(summary: pd.DataFrame) -> str:
+    """Return the result in a few sentences; an arm that changes the output cannot win."""
+    measured = summary.iloc[1:].dropna(subset=["speedup"])
+    lossless = measured.loc[~measured["verdict"].isin(_NOT_LOSSLESS)]
+    if lossless.empty:
+        text = "No speculative arm with the target's own output has a measured speed-up."
+    else:
+        best = lossless.sort_values("speedup", ascending=False).to_dict("records")[0]
+        text = "Fastest" if best["speedup"] > 1 else "No arm beats autoregressive decoding; closest"
+        text += (
+            f": {best['arm']}, at {_interval(best, 'speedup', '{:.2f}x')} the speed of "
+            f"autoregressive decoding, with a mean accepted length of "
+            f"{best['accepted_length']:.2f} (verdict on its output: {best['verdict']})."
+        )
+        if best["speedup_low"] <= 1 <= best["speedup_high"]:
+            text += " The interval includes 1: no difference in speed is shown."
+    left_out = measured.loc[measured["verdict"].isin(_NOT_LOSSLESS), "arm"]
+    if len(left_out):
+        text += f" Left out, because their output is different or lossy: {', '.join(left_out)}."
+    return text
+
+
+def category_label(category: Any) -> str:
+    """Return a category's name as shown; a CSV file gives NaN for an empty one."""
+    return category if isinstance(category, str) and category else "(no category)"
+
+
+def _number(value: float, form: str) -> str:
+    return form.format(value) if math.isfinite(value) else "-"
+
+
+def _interval(row: Mapping[Any, Any], name: str, form: str) -> str:
+    """Return `value [low, high]`, or the value alone where there is no interval."""
+    text = _number(row[name], form)
+    low, high = (_number(row[f"{name}_{end}"], form).rstrip("x%") for end in ("low", "high"))
+    return text if "-" in (low, high) else f"{text} [{low}, {high}]"
+
+
+def _positions_text(row: Mapping[Any, Any]) -> str:
+    """Return the unconditional acceptance at positions 1..K in per cent."""
+    shares = [value for key, value in row.items() if str(key).startswith("acceptance_at_")]
+    return " ".join(f"{100 * share:.0f}" for share in shares if math.isfinite(share)) or "-"
+
+
+def _verdict_text(row: Mapping[Any, Any]) -> str:
+    compared = row["verdict_num_compared"]
+    counts = f" ({row['verdict_num_equal']}/{compared})" if compared else ""
+    return f"{row['verdict']}, {row['verdict_dtype']}{counts}"

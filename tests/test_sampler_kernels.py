@@ -1,0 +1,200 @@
+"""Each kernel of the sampler against its torch twin: equal tokens, equal noise bits."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sampler.gumbel import gumbel_sample, gumbel_sample_ref
+from sampler.noise import (
+    GUMBEL_MAX,
+    STREAM_DRAFT,
+    STREAM_RESIDUAL,
+    STREAM_TARGET,
+    mix_seed,
+    noise_gumbel,
+    noise_gumbel_device,
+    noise_key,
+    noise_key_device,
+)
+from tests.poison import POISON, fill_poison
+from tests.strategies import KERNEL, extreme_noise_keys, seeds
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]
+
+BLOCK = 1024
+
+
+@triton.jit
+def _noise_kernel(
+    seeds_ptr,  # [L] int64
+    positions_ptr,  # [L] int64
+    keys_ptr,  # [L, 2] int64, out
+    noise_ptr,  # [L, num_tokens] float32, out
+    num_tokens,
+    STREAM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    line = tl.program_id(0)
+    tokens = tl.arange(0, BLOCK_SIZE)
+    a, b = noise_key_device(tl.load(seeds_ptr + line), tl.load(positions_ptr + line), STREAM)
+    tl.store(keys_ptr + 2 * line, a.to(tl.int64))
+    tl.store(keys_ptr + 2 * line + 1, b.to(tl.int64))
+    noise = noise_gumbel_device(a, b, tokens)
+    tl.store(noise_ptr + line * num_tokens + tokens, noise, mask=tokens < num_tokens)
+
+
+@triton.jit
+def _noise_of_keys_kernel(
+    keys_ptr,  # [L, 2] int64
+    token_ids_ptr,  # [L] int32
+    noise_ptr,  # [L] float32, out
+    num_lines,
+    BLOCK_SIZE: tl.constexpr,
+):
+    lines = tl.arange(0, BLOCK_SIZE)
+    inside = lines < num_lines
+    a = tl.load(keys_ptr + 2 * lines, mask=inside, other=0).to(tl.uint32)
+    b = tl.load(keys_ptr + 2 * lines + 1, mask=inside, other=0).to(tl.uint32)
+    tokens = tl.load(token_ids_ptr + lines, mask=inside, other=0)
+    tl.store(noise_ptr + lines, noise_gumbel_device(a, b, tokens), mask=inside)
+
+
+def _unsigned(halves: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.stack(halves, 1).to(torch.int64) & 0xFFFFFFFF
+
+
+@KERNEL
+@given(seeds, st.sampled_from([0, 1, 2, 3]))
+def test_noise_on_the_device_has_the_bits_of_its_twin(
+    device: torch.device, seed: int, stream: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_lines, num_tokens = 5, 999
+    noise_seeds = torch.randint(-(2**63), 2**63 - 1, (num_lines,), generator=generator)
+    noise_seeds[0] = -1  # every bit set
+    noise_seeds[1] = seed  # the high half empty
+    positions = torch.randint(0, 2**20, (num_lines,), generator=generator)
+    noise_seeds, positions = noise_seeds.to(device), positions.to(device)
+    keys = torch.full((num_lines, 2), POISON, dtype=torch.int64, device=device)
+    noise = torch.full((num_lines, num_tokens), float("nan"), device=device)
+    _noise_kernel[(num_lines,)](
+        noise_seeds, positions, keys, noise, num_tokens, STREAM=stream, BLOCK_SIZE=BLOCK
+    )
+    twin_keys = noise_key(noise_seeds, positions, stream)
+    token_ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    twin_noise = noise_gumbel((twin_keys[0][:, None], twin_keys[1][:, None]), token_ids)
+    assert torch.equal(keys, _unsigned(twin_keys))
+    # The same bits go in; the two logarithms may round differently.
+    torch.testing.assert_close(noise, twin_noise, rtol=1e-6, atol=1e-6)
+
+
+def test_extreme_bits_give_the_twins_noise(device: torch.device) -> None:
+    halves, token_ids = extreme_noise_keys()
+    keys = (halves[0].to(device), halves[1].to(device))
+    noise = torch.full((len(token_ids),), float("nan"), device=device)
+    _noise_of_keys_kernel[(1,)](
+        _unsigned(keys), token_ids.to(device), noise, len(token_ids), BLOCK_SIZE=8
+    )
+    torch.testing.assert_close(
+        noise, noise_gumbel(keys, token_ids.to(device)), rtol=1e-6, atol=1e-6
+    )
+    assert float(noise.max()) <= GUMBEL_MAX
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What hypothesis draws of a call to `gumbel_sample`."""
+
+    vocab_size: int
+    num_lines: int
+    num_padding: int
+    temperatures: list[float]  # of the rows in use, which lines share
+    num_other_rows: int
+    stream: int
+    seed: int
+
+
+@st.composite
+def line_cases(draw: st.DrawFn) -> Lines:
+    return Lines(
+        vocab_size=draw(st.sampled_from([1, 999, 1024, 4097])),
+        num_lines=draw(st.integers(1, 5)),
+        num_padding=draw(st.integers(0, 2)),
+        temperatures=draw(st.lists(st.sampled_from([0.0, 0.6, 1.0]), min_size=1, max_size=3)),
+        num_other_rows=draw(st.integers(1, 4)),
+        stream=draw(st.sampled_from([STREAM_TARGET, STREAM_DRAFT, STREAM_RESIDUAL])),
+        seed=draw(seeds),
+    )
+
+
+def _arguments(case: Lines, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Build logits, idx_mapping, positions, and the rows: permuted, poison in all others."""
+    generator = torch.Generator().manual_seed(case.seed)
+    num_rows = len(case.temperatures) + case.num_other_rows
+    rows = torch.randperm(num_rows, generator=generator)[: len(case.temperatures)]
+    temperature = torch.empty(num_rows)
+    noise_seeds = torch.empty(num_rows, dtype=torch.int64)
+    fill_poison(temperature)
+    fill_poison(noise_seeds)
+    temperature[rows] = torch.tensor(case.temperatures)
+    for i, row in enumerate(rows.tolist()):
+        noise_seeds[row] = mix_seed(case.seed, i)
+    total = case.num_lines + case.num_padding
+    # Heavy tails: some lines have one clear winner, others hundreds of candidates.
+    # A view of wider memory: the columns behind the vocabulary belong to nobody.
+    wide = torch.full((total, case.vocab_size + 3), float("nan"))
+    logits = wide[:, : case.vocab_size]
+    logits[:] = torch.randn(logits.shape, generator=generator)
+    logits *= 10.0 ** (2 * torch.rand(total, 1, generator=generator) - 1)
+    masked = torch.rand(logits.shape, generator=generator) < 0.3
+    masked[torch.arange(total), torch.randint(case.vocab_size, (total,), generator=generator)] = (
+        False
+    )
+    logits[masked] = float("-inf")
+    logits[case.num_lines :] = float("nan")
+    choice = torch.randint(len(rows), (case.num_lines,), generator=generator)
+    idx_mapping = torch.full((total,), -1, dtype=torch.int32)
+    idx_mapping[: case.num_lines] = rows[choice].int()
+    positions = torch.randint(0, 5000, (total,), generator=generator)
+    rest = tuple(t.to(device) for t in (idx_mapping, positions, temperature, noise_seeds))
+    return (wide.to(device)[:, : case.vocab_size], *rest)  # pyright: ignore[reportReturnType]
+
+
+# The logits of padding lines are NaN, which numpy remarks on inside the interpreter.
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@KERNEL
+@given(line_cases())
+def test_gumbel_sample_equals_its_twin(device: torch.device, case: Lines) -> None:
+    arguments = _arguments(case, device)
+    before = [t.clone() for t in arguments]
+    tokens = gumbel_sample(*arguments, case.stream)
+    twin = gumbel_sample_ref(*arguments, case.stream)
+    real = slice(0, case.num_lines)
+    assert tokens.dtype == torch.int64
+    assert tokens[real].tolist() == twin[real].tolist()
+    logits, idx_mapping, _, temperature, _ = arguments
+    drawn = logits[real].gather(1, tokens[real, None]).squeeze(1)
+    assert (drawn > float("-inf")).all(), "a masked token was drawn"
+    greedy = temperature[idx_mapping[real].long()] == 0
+    assert torch.equal(tokens[real][greedy], logits[real][greedy].argmax(1))
+    for tensor, old in zip(arguments, before, strict=True):
+        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_ties_go_to_the_lowest_id_within_and_across_blocks(device: torch.device) -> None:
+    logits = torch.zeros(3, 4097, device=device)
+    logits[0, [1030, 1040, 3000]] = 5.0
+    logits[1, [700, 800]] = 5.0
+    idx_mapping = torch.zeros(3, dtype=torch.int32, device=device)
+    positions = torch.arange(3, device=device)
+    temperature = torch.zeros(1, device=device)
+    noise_seeds = torch.ones(1, dtype=torch.int64, device=device)
+    arguments = (logits, idx_mapping, positions, temperature, noise_seeds, STREAM_TARGET)
+    assert gumbel_sample(*arguments).tolist() == [1030, 700, 0]
+    assert gumbel_sample_ref(*arguments).tolist() == [1030, 700, 0]
