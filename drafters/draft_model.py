@@ -105,8 +105,6 @@ class DraftModelDrafter(DrafterBase):
                 step = next_pass(ctx, kv, token, i + 1)
                 hidden = self.model.forward(step.input_ids, step.positions, step.attn_metadata)
         run = torch.stack(drafts, 1)
-        last_position = total_len[:, None] + torch.arange(num_drafts, device=run.device)
-        run = torch.where(last_position < self.model.max_position_embeddings, run, -1)
         scatter_rows(self.buffers.draft_tokens, ctx.idx_mapping, run)
         kind = torch.full_like(self.buffers.draft_kind[rows], DRAFT_KIND_ONE_HOT)
         if self._samples:

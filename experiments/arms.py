@@ -227,6 +227,7 @@ def build_arm(spec: ArmSpec, config: RunConfig, target: LoadedTarget) -> Arm:
             ignore_eos=True,
         )
         token_ids = encode(arm.engine, [{"role": "user", "content": _WARMUP_PROMPT}])
+        token_ids = token_ids[: config.engine.max_model_len - 1]
         for i in range(config.batch_size):
             arm.engine.add_request(f"warm-up {i}", token_ids, params)
         while arm.engine.has_requests:

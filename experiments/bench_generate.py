@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from experiments.prompts import Question
 from runner.loader import LoadedTarget, load_target, locate, resolve_device, resolve_dtype
 from specdec.api import LLM
+from specdec.errors import ConfigError
 from specdec.log import progress
 from specdec.types import SamplingParams
 
@@ -49,6 +50,12 @@ class GenerateBenchConfig:
     per_category: int = 4
     ngram_k: list[int] = field(default_factory=lambda: [4, 10])
     max_model_len: int = 2048
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        for name in ("max_tokens", "per_category", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"bench.{name}={getattr(self, name)} is not allowed; give >= 1")
 
 
 # An arm takes prompt token ids and returns (new token ids, seconds, statistics).

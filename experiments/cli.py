@@ -63,6 +63,8 @@ def hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> int:
     try:
         with env_override({"HYDRA_FULL_ERROR": "1"}):  # Hydra then raises instead of printing
             app(guarded)()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         print("interrupted; what was measured so far is in the run folder", file=sys.stderr)
         return 130
@@ -100,6 +102,8 @@ def explain(error: BaseException, prefix: str = "") -> str:
         error = cause
     if isinstance(error, OmegaConfBaseException):
         return _explain_omegaconf(error, prefix)
+    if "Config group override" in str(error):
+        return _explain_group_value(sys.argv[1:])
     return " ".join(str(error).split())
 
 
@@ -125,6 +129,12 @@ def _explain_missing_option(error: MissingConfigException) -> str:
     if not group:
         return _first_line(error)
     return unknown_name("option", choice, options, shown=f"{group}={choice}")
+
+
+def _explain_group_value(overrides: Sequence[str]) -> str:
+    """Name the overrides that choose something other than an option's name from a group."""
+    chosen = [o for o in overrides if (CONF_DIR / o.partition("=")[0].lstrip("+")).is_dir()]
+    return f"one of {', '.join(chosen) or 'the groups'} chooses no option; give a name"
 
 
 def _explain_omegaconf(error: OmegaConfBaseException, prefix: str) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from experiments import tables
 from experiments.plots import write_plots
 from experiments.tables import render_table
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import CapacityError, ConfigError, SpecdecError
 from specdec.metrics import (
     position_table,
     summarise_arms,
@@ -113,8 +113,19 @@ def build_report(folder: Path) -> Path:
 
     Raises:
         ConfigError: see `load_run`.
+        CapacityError: the folder cannot be written.
     """
     run = load_run(folder)
+    try:
+        return _write_report(run, folder)
+    except OSError as error:
+        raise CapacityError(
+            f"{folder} cannot be written ({error.strerror or error}); free some space or make it "
+            "writable, then run `python -m experiments.report` on it"
+        ) from error
+
+
+def _write_report(run: Run, folder: Path) -> Path:
     summary = summarise_arms(run.requests, run.timings, run.arms)
     categories = summarise_categories(run.requests, run.timings, run.arms)
     positions = position_table(run.requests, run.arms)
@@ -159,8 +170,11 @@ def read_tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def _setting(provenance: Mapping[str, Any]) -> str:
     """Return where and when the run was made, as far as its provenance says so."""
+    known = {key: value for key, value in provenance.items() if value}
+    if "commit" in known:
+        known["commit"] = str(known["commit"])[:12]
     keys = ("device", "dtype", "threads", "started", "commit")
-    text = "; ".join(f"{key} {provenance[key]}" for key in keys if provenance.get(key))
+    text = "; ".join(f"{key} {known[key]}" for key in keys if key in known)
     return f"{text} with uncommitted changes" if provenance.get("dirty") is True else text
 
 
@@ -170,7 +184,8 @@ def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+            text = "unknown" if value is None else json.dumps(value)
+            yield f"{prefix}{key}", value if isinstance(value, str) else text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from experiments.arms import Arm, turn_line
 from specdec.errors import CapacityError
 
 _FLUSH_EVERY_S = 3.0
+_FLUSH_SHARE = 0.05  # of a long run's time at most: whole files are written each time
 
 
 class RunFolder:
@@ -28,7 +29,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._flushed = float("-inf")
+        self._next_flush = float("-inf")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -48,18 +49,20 @@ class RunFolder:
 
     def flush_if_due(self, arms: Sequence[Arm]) -> None:
         """Write traces, timings and texts, unless that was done a moment ago."""
-        if time.monotonic() - self._flushed >= _FLUSH_EVERY_S:
+        if time.monotonic() >= self._next_flush:
             self.flush(arms)
 
     def flush(self, arms: Sequence[Arm]) -> None:
         """Write traces, timings and texts of all arms so far."""
+        started = time.monotonic()
         self.write_frame("requests.parquet", _join([arm.requests() for arm in arms]))
         self.write_frame("steps.parquet", _join([arm.steps() for arm in arms]))
         timings = [timing for arm in arms for timing in arm.timings]
         self.write_frame("timings.parquet", pd.DataFrame(timings))
         lines = [turn_line(arm.spec, turn) for arm in arms for turn in arm.turns]
         self.write_text("texts.jsonl", "".join(f"{line}\n" for line in lines))
-        self._flushed = time.monotonic()
+        ended = time.monotonic()
+        self._next_flush = ended + max(_FLUSH_EVERY_S, (ended - started) / _FLUSH_SHARE)
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
         part = self.path / f".{name}.part"

@@ -91,7 +91,7 @@ class PromptsConfig:
         categories: the categories to keep; None keeps all.
     """
 
-    path: str | None = None
+    path: str | None = MISSING  # no default: a YAML "???" cannot take one back
     per_category: int | None = None
     limit: int | None = None
     categories: list[str] | None = None
@@ -163,7 +163,7 @@ class RunConfig:
     drafter: Any = MISSING
     verifier: Any = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    prompts: PromptsConfig = MISSING
     engine: Any = MISSING
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     equality: EqualityConfig = field(default_factory=EqualityConfig)

@@ -190,15 +190,18 @@ def verdict_table(summary: pd.DataFrame) -> HtmlTable:
         [
             str(row["arm"]),
             str(row["verdict"]),
-            str(row["verdict_dtype"]),
-            f"{row['verdict_num_equal']} of {row['verdict_num_compared']}",
+            *(
+                (str(row["verdict_dtype"]), f"{row['verdict_num_equal']} of {compared}")
+                if (compared := row["verdict_num_compared"])
+                else ("-", "-")
+            ),
             str(row["verifier"]),
             f"{row['temperature']:g}",
             str(row["verdict_note"] or ""),
         ]
         for row in summary.to_dict("records")
     ]
-    caption = "Verdict on each arm's output."
+    caption = "Verdict on each arm's output. A dash: no texts were compared."
     return HtmlTable(caption, headers, rows, text_columns=(0, 1, 2, 4, 6))
 
 
@@ -247,6 +250,7 @@ def _positions_text(row: Mapping[Any, Any]) -> str:
 
 
 def _verdict_text(row: Mapping[Any, Any]) -> str:
+    """Return the verdict, with dtype and counts where texts were compared."""
     compared = row["verdict_num_compared"]
-    counts = f" ({row['verdict_num_equal']}/{compared})" if compared else ""
-    return f"{row['verdict']}, {row['verdict_dtype']}{counts}"
+    counts = f", {row['verdict_dtype']} ({row['verdict_num_equal']}/{compared})"
+    return f"{row['verdict']}{counts if compared else ''}"

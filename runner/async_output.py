@@ -37,7 +37,7 @@ class AsyncOutput:
         if copy_stream is None:
             self._tokens, self._counts = sampled_tokens.clone(), counts.clone()
             return
-        copy_stream.wait_stream(torch.cuda.current_stream())
+        copy_stream.wait_stream(torch.cuda.current_stream(sampled_tokens.device))
         with torch.cuda.stream(copy_stream):
             self._tokens = torch.empty_like(sampled_tokens, device="cpu", pin_memory=True)
             self._counts = torch.empty_like(counts, device="cpu", pin_memory=True)

@@ -124,7 +124,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
     logger.info(
         "loaded %s: %.0f M parameters, %s, %s, %.1f s",
         name,
-        model.num_parameters() / 1e6,
+        adapter.num_parameters / 1e6,
         str(dtype).removeprefix("torch."),
         device,
         time.perf_counter() - started,

@@ -99,7 +99,7 @@ class ModelRunner:
         self.buffers = InputBuffers(
             max_reqs, config.max_num_batched_tokens, max_reqs * (k + 1), device
         )
-        self._copy_stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         drafter.load(
             TargetView(
                 model=target,
@@ -144,6 +144,8 @@ class ModelRunner:
                 f"drafter {type(self.drafter).__name__} runs on token lists of the CPU, which is "
                 f"not offered; read the rows of the state instead"
             )
+        if wants.max_context is not None:
+            self.state.draft_context = min(wants.max_context, config.max_model_len)
         self.draft_logits: Tensor | None = None
         if wants.offers_q and config.num_speculative_tokens > 0:
             self.draft_logits = torch.zeros(

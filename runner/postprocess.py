@@ -4,7 +4,8 @@ num_rejected = num_logits - num_sampled for a verification (positions without a 
                0 for a prefill chunk
 num_computed_tokens += query_len - num_rejected
 total_len           += num_sampled, whose tokens are appended to all_token_ids
-draft_limit          = min(draft_budget, max_total_len - total_len - 1), at least 0
+draft_limit          = min(draft_budget, max_total_len - total_len - 1,
+                           draft_context - total_len), at least 0
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
@@ -39,6 +40,7 @@ def _post_update_kernel(
     draft_budget_ptr,
     last_sampled_tokens_ptr,
     draft_limit_ptr,
+    draft_context,
     WIDTH: tl.constexpr,
 ):
     place = tl.program_id(0)
@@ -71,6 +73,7 @@ def _post_update_kernel(
     computed = tl.load(num_computed_tokens_ptr + row) + query_len - num_rejected
     tl.store(num_computed_tokens_ptr + row, computed)
     limit = tl.minimum(tl.load(draft_budget_ptr + row), max_total_len - total_len - 1)
+    limit = tl.minimum(limit, draft_context - total_len)
     limit = tl.where(tl.load(samples_ptr + place) > 0, tl.maximum(limit, 0), 0)
     tl.store(draft_limit_ptr + row, limit)
     tl.store(num_sampled_ptr + place, num_sampled)
@@ -116,6 +119,7 @@ def post_update(
         state.draft_budget.tensor,
         state.last_sampled_tokens,
         state.draft_limit,
+        state.draft_context,
         WIDTH=triton.next_power_of_2(sampled_tokens.shape[1]),
     )
 
@@ -148,6 +152,7 @@ def post_update_ref(
     state.total_len.tensor[row] = total_len
     state.num_computed_tokens.tensor[row] += batch.query_lens[real] - rejected
     limit = torch.minimum(state.draft_budget.tensor[row], max_total_len - total_len - 1)
+    limit = torch.minimum(limit, state.draft_context - total_len)
     state.draft_limit[row] = limit.clamp(min=0) * batch.samples[real]
     num_sampled.zero_()
     num_rejected.zero_()

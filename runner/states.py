@@ -74,6 +74,8 @@ class RequestState:
         # Drafts that can still be used before the row ends; written after every commit.
         self.draft_limit = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
+        # Positions that the drafter can see; the runner lowers it to the drafter's own context.
+        self.draft_context = max_model_len
         self.generation_np = np.zeros(max_num_reqs, dtype=np.int64)
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
         self._used_rows: set[int] = set()

@@ -185,8 +185,13 @@ class Engine:
                 f"verifier {self.verifier.name!r} takes temperature 0 only, got "
                 f"{params.temperature}; use sampled_match or rejection"
             )
-        text, token_ids = self._reader.read(prompt)
         budget = params.num_speculative_tokens
+        if budget is not None and budget > self.num_speculative_tokens > 0:
+            raise ConfigError(
+                f"num_speculative_tokens={budget} of the request exceeds the engine's "
+                f"{self.num_speculative_tokens}; give at most that"
+            )
+        text, token_ids = self._reader.read(prompt)
         arrival = next(self._arrivals)
         request = Request(
             request_id=request_id,

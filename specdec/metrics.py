@@ -30,10 +30,12 @@ Time split
 
 A metric whose denominator is zero is NaN, but for the accepted length.
 
-Intervals are 95 % percentile bootstraps: the units (prompts, that is request ids; for timings the
-groups) are drawn with replacement, NUM_RESAMPLES times from a fixed seed, and the statistic is
-taken of the resampled sums; resamples without a defined value are left out. The speed-up draws
-the same groups for both arms. Fewer than two units give NaN. The result is that of
+Intervals are 95 % percentile bootstraps: the units (prompts; for timings the groups) are drawn
+with replacement, NUM_RESAMPLES times from a fixed seed, and the statistic is taken of the
+resampled sums; resamples without a defined value are left out. A prompt is a request, but the
+turns of one conversation, which are alike, are one prompt: where the trace has the column `turn`,
+a request id that ends in "/<turn>" stands for what comes before. The speed-up draws the same
+groups for both arms. Fewer than two units give NaN. The result is that of
 `scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests compare with; on
 sums per unit all resamples are one matrix product.
 """
@@ -135,17 +137,18 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
     lines: list[dict[str, Any]] = []
     for arm in arms:
         rows = _verify_rows(_of_arm(requests, arm["arm"]))
+        prompts = _prompts(rows)
         for position in range(1, _num_positions(rows, arm) + 1):
             drafted = rows["num_drafted"] >= position
             counts = pd.DataFrame(
                 {
-                    "request_id": rows["request_id"],
+                    "prompt": prompts,
                     "num_drafted": drafted,
                     "num_reached": drafted & (rows["num_accepted"] >= position - 1),
                     "num_accepted": rows["num_accepted"] >= position,
                 }
             )
-            sums = _sums(counts, "request_id", columns[2:5])
+            sums = _sums(counts, "prompt", columns[2:5])
             totals = [int(total) for total in sums.sum(axis=0)]
             line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
             line |= _named("unconditional", estimate(sums, lambda s: _ratio(s[:, 2], s[:, 0])))
@@ -252,7 +255,7 @@ def _measure(
     """Return the measures that arms and categories share."""
     rows = _verify_rows(requests)
     return {
-        "num_prompts": requests["request_id"].nunique(),
+        "num_prompts": _prompts(requests).nunique(),
         "num_verify_steps": len(rows),
         **_named("accepted_length", accepted_length(requests)),
         "num_drafted": int(_total(rows, "num_drafted")),
@@ -282,6 +285,15 @@ def _verify_rows(requests: pd.DataFrame) -> pd.DataFrame:
     return requests.loc[requests["is_verify"].astype(bool)]
 
 
+def _prompts(requests: pd.DataFrame) -> pd.Series:
+    """Return each row's prompt: the request id, without the turn that a conversation's ends in."""
+    names = list(requests["request_id"])
+    if "turn" in requests:
+        pairs = zip(names, requests["turn"], strict=True)
+        names = [str(name).removesuffix(f"/{turn}") for name, turn in pairs]
+    return pd.Series(names, index=requests.index, dtype=object)
+
+
 def _num_positions(rows: pd.DataFrame, arm: Arm) -> int:
     return max(int(arm["k"]), max(rows["num_drafted"], default=0))
 
@@ -291,9 +303,10 @@ def _prompt_ratio(
 ) -> Estimate:
     """Return a ratio of sums over verify rows; a prompt without any is a unit that adds nothing."""
     undrafted = requests["num_positions"] - 1 - requests["num_drafted"]
-    counted = requests.assign(num_rows=1, num_undrafted=undrafted)
+    prompts = _prompts(requests)
+    counted = requests.assign(num_rows=1, num_undrafted=undrafted, prompt=prompts)
     counted.loc[~requests["is_verify"].astype(bool), [numerator, denominator]] = 0
-    sums = _sums(counted, "request_id", [numerator, denominator])
+    sums = _sums(counted, "prompt", [numerator, denominator])
     return estimate(sums, lambda s: _ratio(s[:, 0], s[:, 1], empty))
 
 

@@ -5,8 +5,8 @@ the step, T = tokens in the step, L = logits lines in the step. A *row* is a row
 tensors, a *place* a position in the step's batch, a *slot* a place in the KV cache.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -209,11 +209,3 @@ class Verifier(Protocol):
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Judge the drafts of one step."""
         ...
-
-
-@dataclass(frozen=True)
-class NewBlocks:
-    """KV blocks that a request got in this step."""
-
-    start: int  # first index in the request's block table
-    block_ids: Sequence[int] = field(default_factory=tuple)

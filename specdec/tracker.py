@@ -181,10 +181,11 @@ class WandbTracker:
         self._warned = False
         # Artifacts are staged, and logs kept, in the user's home folder otherwise.
         own = {name: str(folder / "wandb") for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
+        own["WANDB_SILENT"] = "true"  # the setting alone does not keep the log-in quiet
         self._env = {name: os.environ.get(name) for name in own}
         os.environ.update(own)
         mode = config.resolved_mode()
-        with self._guard("start"):
+        with self._guard("start" if mode == "offline" else "start online"):
             self._start(config, run_config, folder, run_name, mode)
         if self._run is None and mode == "online":
             with self._guard("start offline"):

@@ -61,6 +61,16 @@ def fixed_seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run quick tests on one thread: a second one on shared cores costs seconds of waiting."""
+    before = torch.get_num_threads()
+    if request.node.get_closest_marker("slow") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _needs_gpu(node: pytest.Item | pytest.Collector) -> bool:
     """Return whether a test or module wants a GPU unless Triton's interpreter stands in for it."""
     if _INTERPRETING:

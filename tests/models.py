@@ -5,17 +5,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runner.loader import LoadedTarget
 from runner.models.hf import HFModel
@@ -132,3 +138,71 @@ def reference_greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: 
     gap = float((best[:, 0] - best[:, 1]).min())
     assert gap > MIN_GAP, f"the text holds a near tie ({gap:.1e}); choose another seed"
     return output.sequences[0, len(prompt) :].tolist()
+
+
+def _decode_by_table(hidden_size: int, vocab_size: int, **changes: Any) -> PreTrainedModel:
+    """Build a Llama whose layers add nothing: the logits are a function of the last token."""
+    model = tiny_model(
+        "llama",
+        scale=1.0,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        **changes,
+    )
+    layer: Any = model.get_decoder().layers[0]
+    layer.self_attn.o_proj.weight.data.zero_()
+    layer.mlp.down_proj.weight.data.zero_()
+    return model
+
+
+def bigram_model(logits: torch.Tensor) -> PreTrainedModel:
+    """Build a model whose logits after token i are `logits[i]`, [V, V] float32, up to rounding."""
+    vocab_size = len(logits)
+    hidden_size = 8 * -(-vocab_size // 8)
+    model = _decode_by_table(hidden_size, vocab_size, head_dim=8)
+    one_hot = torch.eye(vocab_size, hidden_size)
+    model.get_input_embeddings().weight.data.copy_(one_hot)
+    # The last norm turns a one-hot vector of length H into sqrt(H) times itself.
+    table = torch.zeros(vocab_size, hidden_size)
+    table[:, :vocab_size] = logits.T / hidden_size**0.5
+    model.get_output_embeddings().weight.data.copy_(table)
+    return model
+
+
+def scripted_model(successor: Sequence[int], eos_token_id: int | None = None) -> PreTrainedModel:
+    """Build a model whose greedy text follows token i by `successor[i]`."""
+    vocab_size = len(successor)
+    model = _decode_by_table(64, vocab_size, head_dim=16, eos_token_id=eos_token_id)
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(vocab_size, 64, generator=generator)
+    vectors /= vectors.norm(dim=1, keepdim=True)
+    # One token may follow several: its row adds up what they look like.
+    head = torch.zeros(vocab_size, 64).index_add_(0, torch.tensor(list(successor)), vectors)
+    model.get_input_embeddings().weight.data.copy_(vectors)
+    model.get_output_embeddings().weight.data.copy_(head)
+    return model
+
+
+def byte_tokenizer(pieces: Sequence[str | bytes] = ()) -> PreTrainedTokenizerFast:
+    """Build a byte-level tokenizer: ids 0..255 are bytes, then `pieces`, then <eos> and <turn>.
+
+    A string is encoded byte by byte; the pieces only appear in what a model writes.
+    """
+    symbols = bytes_to_unicode()
+    words = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+    vocab = {symbols[byte]: byte for byte in range(256)}
+    for i, word in enumerate(words):
+        vocab["".join(symbols[byte] for byte in word)] = 256 + i
+    assert len(vocab) == 256 + len(words), "pieces must be unlike and longer than a byte"
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<eos>", "<turn>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    wrapped.chat_template = (
+        "{% for message in messages %}<turn>{{ message.role }}:{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<turn>{% endif %}"
+    )
+    return wrapped

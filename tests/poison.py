@@ -9,7 +9,7 @@ POISON = -777_777_777
 
 
 def fill_poison(tensor: Tensor) -> Tensor:
-    """Fill in place with NaN or POISON, or the extreme of what cannot hold it; return the tensor."""
+    """Fill in place with NaN or POISON, or the extreme of what cannot hold it; return it."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:

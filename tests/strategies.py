@@ -21,7 +21,7 @@ from tests.poison import fill_poison
 
 VOCAB_SIZE = 1000
 # Kernel tests launch in Triton's interpreter, which takes milliseconds a program.
-KERNEL = settings(max_examples=12, deadline=None, derandomize=True)
+KERNEL = settings(max_examples=15, deadline=None, derandomize=True)
 QUICK = settings(max_examples=50, deadline=None, derandomize=True)
 
 seeds = st.integers(0, 2**32 - 1)
@@ -101,6 +101,18 @@ def step_sizes(draw: Callable[..., Any], max_drafts: int = 8) -> StepSizes:
         max_model_len=draw(st.sampled_from([37, 700])),
         seed=draw(seeds),
     )
+
+
+# A full step with chunks longer than a kernel's block, beside what hypothesis happens to draw.
+LONG_STEP = StepSizes(
+    num_rows=12,
+    num_real=9,
+    num_padding=2,
+    num_speculative_tokens=5,
+    block_size=16,
+    max_model_len=700,
+    seed=7,
+)
 
 
 class StepCase:

@@ -19,7 +19,7 @@ from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
 CATEGORIES = ("writing", "code", "translation")
 # (arm, drafter, k, chance that a draft is accepted, verdict)
 ARMS = (
-    ("none", "none", 0, 0.0, "equal"),
+    ("none", "none", 0, 0.0, "reference"),
     ("ngram K=4", "ngram", 4, 0.45, "equal up to a tie"),
     ("oracle K=8", "oracle", 8, 0.8, "different"),
 )
@@ -76,6 +76,7 @@ def write_run(
         "command": "python -m experiments.run drafter=ngram",
         "versions": {"python": "3.11.9", "torch": "2.11.0"},
         "device": "cpu <generic>",
+        "duration_s": None,
         "dtype": "bfloat16",
         "threads": 2,
         "seed": 0,
@@ -86,7 +87,7 @@ def write_run(
 
 
 def arm_entry(arm: str, drafter: str, k: int, _: float, status: str) -> dict[str, Any]:
-    checked = 0 if status == "not checked" else 9
+    checked = 0 if status in ("not checked", "reference") else 9
     note = "first difference at position 17, gap 0.00004" if "tie" in status else ""
     return {
         "arm": arm,
@@ -196,7 +197,8 @@ def test_page_shows_the_numbers_of_the_summary(folder: Path, page: Page) -> None
         line = next(line for line in page.lines if line[:2] == [row["arm"], str(row["k"])])
         assert line[2:4] == [interval(row, "accepted_length"), interval(row, "speedup", "x")]
         assert any(cell.startswith(f"{row['tokens_per_s']:.1f} [") for cell in line)
-        assert f"{row['verdict']}, float32 (9/9)" in line
+        compared = ", float32 (9/9)" if row["verdict_num_compared"] else ""
+        assert f"{row['verdict']}{compared}" in line
     for row in categories.to_dict("records"):
         lengths, speedups = (line for line in page.lines if line[0] == row["category"])
         if row["arm"] == "none":  # all ones: no column beside other arms
@@ -207,11 +209,12 @@ def test_page_shows_the_numbers_of_the_summary(folder: Path, page: Page) -> None
 
 
 def test_page_states_verdicts_provenance_and_config_escaped(page: Page) -> None:
-    assert "taken in float32" in page.text
+    assert "compared in float32" in page.text
     assert "the timed run in bfloat16" in " ".join(page.text.split())
     assert "first difference at position 17" in page.text
     assert ["versions.torch", "2.11.0"] in page.lines
     assert ["device", "cpu <generic>"] in page.lines
+    assert ["duration_s", "unknown"] in page.lines
     assert "note: <b>&amp;</b>" in page.text
 
 
@@ -282,6 +285,16 @@ def test_a_missing_file_is_named_in_one_sentence(
     assert "timings.parquet missing" in message
     assert message.count("\n") == 1
     assert report.main([str(tmp_path / "nowhere")]) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (write_run(tmp_path, ARMS[:1], prompts_per_category=1) / "plots").write_text("in the way")
+    assert report.main([str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    assert "cannot be written" in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["steps.parquet", "arms.json", "provenance.json"])

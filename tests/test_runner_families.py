@@ -105,15 +105,18 @@ class TestProvenFamily:
         outputs = run(family_case(family), drafter, **PREEMPTING)
         assert sum(output.stats.num_preemptions for output in outputs) > 0
 
-    def test_greedy_text_survives_steps_in_flight(self, family: str, drafter: str) -> None:
-        outputs = run(
-            family_case(family),
-            drafter,
-            max_steps_in_flight=2,
-            max_num_batched_tokens=16,
-            **PREEMPTING,
-        )
-        assert sum(output.stats.num_preemptions for output in outputs) > 0
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "oracle"])
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_greedy_text_survives_steps_in_flight(family: str, drafter: str) -> None:
+    outputs = run(
+        family_case(family),
+        drafter,
+        max_steps_in_flight=2,
+        max_num_batched_tokens=16,
+        **PREEMPTING,
+    )
+    assert sum(output.stats.num_preemptions for output in outputs) > 0
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
@@ -175,6 +178,34 @@ def test_family_that_would_be_wrong_is_refused_with_the_reason(kind: str) -> Non
     model = build(model_cls, config_cls, changes)
     with pytest.raises(UnsupportedError, match=f"model type '{kind}' .*{reason}"):
         tiny_target(model)
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_scaled_positions_are_honoured() -> None:
+    run(make_case(tiny_model("llama", rope_parameters=LLAMA3_ROPE)), "draft_model")
+
+
+def test_positions_that_depend_on_the_batch_are_refused() -> None:
+    # Scales by the longest text so far: a long request would change a short one beside it.
+    with pytest.raises(UnsupportedError, match="longrope"):
+        tiny_target(tiny_model("llama", rope_parameters=LONG_ROPE))
 
 
 def test_proven_family_is_not_run_when_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from runner.prepare import prepare_inputs, prepare_inputs_ref
 from tests.poison import POISON, fill_poison
 from tests.strategies import (
     KERNEL,
+    LONG_STEP,
     StepCase,
     StepSizes,
     assert_other_rows_untouched,
@@ -64,8 +65,11 @@ def test_apply_writes_equals_its_twin_and_touches_nothing_else(
 
 @KERNEL
 @given(step_sizes())
+@example(LONG_STEP)
 def test_prepare_inputs_equals_its_twin(device: torch.device, sizes: StepSizes) -> None:
     case = StepCase(sizes, device)
+    if sizes == LONG_STEP:
+        assert case.plan.query_lens_np.max() > 256, "no chunk is longer than a block"
     before, twin_state = clone_state(case.state), clone_state(case.state)
     buffers, twin_buffers = case.buffers(), case.buffers()
     batch, twin_batch = buffers.batch(case.plan), twin_buffers.batch(case.plan)
@@ -123,6 +127,7 @@ def _slot(case: StepCase, state: dict[str, np.ndarray], row: int, pos: int) -> i
 
 @KERNEL
 @given(step_sizes())
+@example(LONG_STEP)
 def test_post_update_equals_its_twin(device: torch.device, sizes: StepSizes) -> None:
     case = StepCase(sizes, device)
     before, twin_state = clone_state(case.state), clone_state(case.state)
@@ -153,6 +158,7 @@ def test_post_update_equals_its_twin(device: torch.device, sizes: StepSizes) -> 
 
 @KERNEL
 @given(step_sizes(max_drafts=9))
+@example(LONG_STEP)
 def test_limit_drafts_equals_its_twin(device: torch.device, sizes: StepSizes) -> None:
     case = StepCase(sizes, device)
     before, twin_state = clone_state(case.state), clone_state(case.state)

@@ -147,8 +147,9 @@ def _arguments(case: Lines, device: torch.device) -> tuple[Tensor, Tensor, Tenso
         noise_seeds[row] = mix_seed(case.seed, i)
     total = case.num_lines + case.num_padding
     # Heavy tails: some lines have one clear winner, others hundreds of candidates.
-    # A view of wider memory: the columns behind the vocabulary belong to nobody.
-    wide = torch.full((total, case.vocab_size + 3), float("nan"))
+    # A view of wider memory: the columns behind the vocabulary would win every draw. (A NaN would
+    # not: a maximum on the device passes over it.)
+    wide = torch.full((total, case.vocab_size + 3), 1e30)
     logits = wide[:, : case.vocab_size]
     logits[:] = torch.randn(logits.shape, generator=generator)
     logits *= 10.0 ** (2 * torch.rand(total, 1, generator=generator) - 1)

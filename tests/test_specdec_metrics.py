@@ -228,6 +228,20 @@ def test_interval_is_over_prompts_not_over_steps() -> None:
     assert result == (2.5, 1.0, 4.0)
 
 
+def test_turns_of_a_conversation_are_one_prompt() -> None:
+    rows = [
+        (f"{name}/{turn}", "", turn, True, 9, 4, 3, committed - 1, committed, "")
+        for name, committed in (("a", 1), ("b", 4))
+        for turn in range(1, 9)
+    ]
+    requests = request_rows(rows, ARM)
+    turns = requests.assign(turn=requests["step"])
+    assert metrics.accepted_length(turns) == (2.5, 1.0, 4.0)
+    assert metrics.accepted_length(requests).low > 1.0  # sixteen requests, without the column
+    empty = pd.DataFrame(columns=["arm", "group", "category", "num_tokens", "wall_s"])
+    assert list(metrics.summarise_arms(turns, empty, ARMS)["num_prompts"]) == [0, 2]
+
+
 def test_interval_is_the_same_every_time_and_nan_below_two_units() -> None:
     sums = per_prompt_sums(12)
     first = metrics.estimate(sums, lambda s: s[:, 0] / s[:, 1])

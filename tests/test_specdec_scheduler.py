@@ -239,8 +239,8 @@ def test_request_that_could_not_finish_alone_is_refused() -> None:
 
 
 def crowded(in_flight: int) -> Simulation:
-    """Three requests of up to 12 tokens in 7 blocks of 4: two fit to the end."""
-    simulation = Simulation(make_scheduler(num_blocks=7), in_flight)
+    """Three requests of up to 12 tokens, all rows, in 7 blocks of 4: two fit to the end."""
+    simulation = Simulation(make_scheduler(num_blocks=7, max_num_reqs=3), in_flight)
     for name in "abc":
         simulation.add(make_request(name, prompt_len=5, max_tokens=7))
     return simulation

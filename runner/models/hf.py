@@ -30,8 +30,8 @@ class HFModel:
     """A transformers model behind the runner's interface.
 
     Args:
-        model: causal language model, weights loaded, on its device. It is switched to our attention,
-            and on a CPU its bf16 linear layers are packed: it is the runner's from then on.
+        model: causal language model, weights loaded, on its device. It is switched to our
+            attention, and on a CPU its bf16 linear layers are packed: it is ours from then on.
 
     Raises:
         UnsupportedError: the architecture cannot be run here; the message says why.
@@ -45,6 +45,7 @@ class HFModel:
         if model.get_output_embeddings() is None:
             raise UnsupportedError(f"model type {config.model_type!r} has no output head")
         self.config = config
+        self.num_parameters: int = model.num_parameters()
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
@@ -161,6 +162,13 @@ def _refuse(config: Any) -> None:
     odd = layer_types - {"full_attention", "sliding_attention"}
     if odd:
         raise UnsupportedError(f"model type {kind!r} has layers of type {sorted(odd)[0]!r}")
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    if any(values.get("rope_type") == "longrope" for values in (rope, *by_layer_type)):
+        raise UnsupportedError(
+            f"model type {kind!r} turns positions by the longest text of a batch "
+            f"(rope_type 'longrope'): requests would change one another"
+        )
     windowed = getattr(config, "sliding_window", None) or "sliding_attention" in layer_types
     if kind not in PROVEN_FAMILIES and windowed:
         raise UnsupportedError(

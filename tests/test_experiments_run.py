@@ -1,0 +1,362 @@
+"""The run app end to end on a tiny random model: folder, arms, turns, batches, exit codes."""
+
+import getpass
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import experiments.run
+from experiments.arms import Arm, Played, encode, play
+from experiments.cli import CONF_DIR, VERSION_BASE
+from experiments.run import RunResult, execute
+from experiments.run_folder import RunFolder
+from experiments.schemas import load_config, register_schemas
+from specdec.errors import CapacityError
+from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
+from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+QUESTIONS: list[dict[str, Any]] = [
+    {"question_id": 1, "category": "short", "turns": ["a b a b a b"]},
+    {"question_id": "two", "category": "short", "turns": ["one two one two", "and again"]},
+    {"question_id": 3, "category": "other", "turns": ["tell me more of it"]},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a random model of two thousand tokens' context with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(["one two one two", "tell me more", "a b a b"], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    model = tiny_model(
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=2048
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunResult]:
+    """Return a function that runs the app's inside with overrides, in the test's own folder.
+
+    Drawing the report takes longer than the run: it is left out unless it is asked for.
+    """
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(map(json.dumps, QUESTIONS)))
+
+    def no_report(run: Any) -> RunResult:
+        return RunResult(run.folder.path, run.folder.path / "report.html", [], None)
+
+    def run_with(*overrides: str, report: bool = False) -> RunResult:
+        register_schemas()
+        if not report:
+            monkeypatch.setattr(experiments.run, "_report", no_report)
+        given = [
+            f"target.name={tiny_folder}",
+            "engine.device=cpu",
+            "prompts=file",
+            f"prompts.path={questions}",
+            "sampling.max_tokens=12",
+            "equality.max_tokens=12",
+            "warmup_tokens=2",
+            *overrides,
+        ]
+        with initialize_config_dir(str(CONF_DIR), version_base=VERSION_BASE):
+            cfg = compose("run", overrides=given)
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+        return execute(load_config(cfg), tmp_path / "run", "python -m experiments.run", resolved)
+
+    return run_with
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_the_whole_folder(run: Callable[..., RunResult]) -> None:
+    result = run(
+        "compare=[{drafter:{name:ngram,max_n:2},num_speculative_tokens:7}]",
+        "tracker=csv",
+        report=True,
+    )
+    folder = result.folder
+    names = ["none", "ngram K=4", "ngram K=7"]
+
+    arms = json.loads((folder / "arms.json").read_text())
+    assert [arm["arm"] for arm in arms] == names
+    assert [arm["k"] for arm in arms] == [0, 4, 7]
+    assert arms[2]["drafter_config"] == {"name": "ngram", "min_n": 1, "max_n": 2}
+    assert arms[0]["verdict"]["status"] == "reference"
+    for arm in arms[1:]:
+        assert arm["verdict"]["status"] == "equal"
+        assert arm["verdict"]["dtype"] == "float32"
+        assert arm["verdict"]["num_compared"] == arm["verdict"]["num_equal"] == 2
+    assert all(arm["kv_bytes"] > 0 and arm["num_skipped"] == 0 for arm in arms)
+
+    requests = pd.read_parquet(folder / "requests.parquet")
+    assert set(requests.columns) == {*REQUEST_COLUMNS, "arm", "k", "turn"}
+    by_arm = requests.groupby("arm")["request_id"].unique()
+    assert all(sorted(by_arm[name]) == ["1/1", "3/1", "two/1", "two/2"] for name in names)
+    assert set(requests.loc[requests["request_id"] == "two/2", "turn"]) == {2}
+    assert set(requests["label"]) == {"short", "other"}
+    steps = pd.read_parquet(folder / "steps.parquet")
+    assert set(steps.columns) == {*STEP_COLUMNS, "arm"}
+    timings = pd.read_parquet(folder / "timings.parquet")
+    assert list(timings.groupby("arm")["num_prompts"].sum()) == [3, 3, 3]
+    assert list(timings["group"].unique()) == [0, 1, 2]
+
+    texts = read_lines(folder / "texts.jsonl")
+    assert len(texts) == len(names) * 4
+    # One wall clock and one text a turn: the totals of three files agree.
+    for name in names:
+        own = [line for line in texts if line["arm"] == name]
+        num_tokens = sum(len(line["token_ids"]) for line in own)
+        assert num_tokens == timings.loc[timings["arm"] == name, "num_tokens"].sum()
+        assert num_tokens == requests.loc[requests["arm"] == name, "num_committed"].sum()
+    assert {line["finish_reason"] for line in texts} <= {"length", "stop"}
+    assert len(read_lines(folder / "texts_compared.jsonl")) == len(names) * 3 - len(names)
+
+    metrics = pd.read_csv(folder / "metrics.csv")
+    assert {"accept/length/ngram K=4", "speed/tokens_per_s/none"} <= set(metrics["name"])
+    assert {"speed/speedup/ngram K=7", "time/target_ms/none"} <= set(metrics["name"])
+    assert OmegaConf.load(folder / "config.yaml").num_speculative_tokens == 4
+    assert result.report.is_file()
+    assert result.tables
+    assert not list(folder.glob(".*.part"))
+
+
+def test_provenance_names_code_and_device_but_no_person_or_machine(
+    run: Callable[..., RunResult],
+) -> None:
+    folder = run("drafter=none").folder
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert set(provenance) == {
+        *("commit", "dirty", "command", "started", "duration_s", "versions", "device", "dtype"),
+        *("threads", "seed", "platform"),
+    }
+    assert set(provenance["versions"]) == {"python", "torch", "transformers", "triton", "specdec"}
+    assert provenance["duration_s"] > 0
+    words = json.dumps(provenance).replace('"', " ").replace(",", " ").split()
+    assert platform.node() not in words
+    assert getpass.getuser() not in words
+
+
+def test_a_later_turn_holds_the_arms_own_answer(
+    run: Callable[..., RunResult], tiny_folder: Path
+) -> None:
+    texts = read_lines(run().folder / "texts.jsonl")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_folder)
+    for name in ("none", "ngram K=4"):
+        own = {line["request_id"]: line for line in texts if line["arm"] == name}
+        said = tokenizer.decode(own["two/2"]["prompt_token_ids"])
+        assert said.startswith(f"<|user|>one two one two<|end|><|assistant|>{own['two/1']['text']}")
+        assert said.endswith("<|user|>and again<|end|><|assistant|>")
+
+
+def test_a_batch_runs_together_and_writes_the_same_texts(run: Callable[..., RunResult]) -> None:
+    options = ["target.dtype=float32", "equality.enabled=false"]
+    alone = read_lines(run(*options).folder / "texts.jsonl")
+    result = run(*options, "batch_size=2")
+    assert [line["token_ids"] for line in sorted(alone, key=_order)] == [
+        line["token_ids"] for line in sorted(read_lines(result.folder / "texts.jsonl"), key=_order)
+    ]
+    timings = pd.read_parquet(result.folder / "timings.parquet")
+    assert list(timings.loc[timings["arm"] == "none", "num_prompts"]) == [2, 1]
+    steps = pd.read_parquet(result.folder / "steps.parquet")
+    assert steps["num_reqs"].max() == 2
+    arms = json.loads((result.folder / "arms.json").read_text())
+    assert [arm["verdict"]["status"] for arm in arms] == ["reference", "not checked"]
+
+
+def test_a_group_of_several_categories_is_mixed(run: Callable[..., RunResult]) -> None:
+    folder = run("batch_size=3", "equality.enabled=false").folder
+    assert set(pd.read_parquet(folder / "timings.parquet")["category"]) == {"mixed"}
+
+
+def _order(line: dict[str, Any]) -> tuple[str, str]:
+    return line["arm"], line["request_id"]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "status"),
+    [("sampled_match", "equal"), ("rejection", "lossless in distribution")],
+)
+def test_above_temperature_zero_the_verdict_follows_the_rule(
+    verifier: str, status: str, run: Callable[..., RunResult]
+) -> None:
+    folder = run(f"verifier={verifier}", "sampling=temp08", "sampling.max_tokens=12").folder
+    arms = json.loads((folder / "arms.json").read_text())
+    assert arms[1]["verdict"]["status"] == status
+    # Seeds belong to turns, not to arms or the order of play.
+    seeds = {}
+    for line in read_lines(folder / "texts.jsonl"):
+        seeds.setdefault(line["request_id"], set()).add(line["seed"])
+    assert all(len(found) == 1 for found in seeds.values())
+    assert len(set().union(*seeds.values())) == len(seeds)
+
+
+def test_a_question_that_does_not_fit_is_named_and_skipped(
+    run: Callable[..., RunResult], caplog: pytest.LogCaptureFixture
+) -> None:
+    # Question "two" fits at first, but not with its answer as history.
+    result = run("engine.max_model_len=40", "engine.max_num_batched_tokens=40")
+    arms = json.loads((result.folder / "arms.json").read_text())
+    assert [arm["num_skipped"] for arm in arms] == [1, 1]
+    assert "question 'two' turn 2 is skipped" in caplog.text
+    assert "max_model_len=40" in caplog.text
+
+
+def test_a_run_in_which_nothing_fits_says_so(run: Callable[..., RunResult]) -> None:
+    with pytest.raises(CapacityError, match="none of the 3 questions fits"):
+        run("engine.max_model_len=4")
+
+
+def test_the_order_of_arms_rotates(
+    run: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[tuple[str, int]] = []
+
+    def add(arm: Arm, played: Played, group: int) -> None:
+        order.append((arm.spec.name, group))
+        original(arm, played, group)
+
+    original = Arm.add
+    monkeypatch.setattr(Arm, "add", add)
+    run("equality.enabled=false")
+    assert order == [
+        ("none", 0), ("ngram K=4", 0), ("ngram K=4", 1), ("none", 1), ("none", 2), ("ngram K=4", 2),
+    ]  # fmt: skip
+
+
+def test_warm_up_leaves_no_trace(run: Callable[..., RunResult]) -> None:
+    requests = pd.read_parquet(
+        run("warmup_tokens=5", "equality.enabled=false").folder / "requests.parquet"
+    )
+    assert not requests["request_id"].str.contains("warm").any()
+
+
+def test_what_a_killed_run_leaves_can_be_reported(
+    run: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from experiments.report import build_report
+
+    calls = 0
+
+    def die_late(*args: Any) -> Played:
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise KeyboardInterrupt
+        return play(*args)
+
+    monkeypatch.setattr(experiments.run, "play", die_late)
+    monkeypatch.setattr(RunFolder, "flush_if_due", RunFolder.flush)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    folder = tmp_path / "run"
+    assert set(pd.read_parquet(folder / "timings.parquet")["group"]) == {0, 1}
+    assert build_report(folder).is_file()
+
+
+def test_a_full_disk_is_one_sentence_and_older_files_stay(
+    run: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = pd.DataFrame.to_parquet
+    writes = 0
+
+    def fill_up(frame: pd.DataFrame, path: Path, **options: Any) -> None:
+        nonlocal writes
+        writes += 1
+        if writes > 6:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        original(frame, path, **options)
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", fill_up)
+    monkeypatch.setattr(RunFolder, "flush_if_due", RunFolder.flush)
+    with pytest.raises(CapacityError, match=r"requests\.parquet cannot be written \(no space"):
+        run()
+    folder = tmp_path / "run"
+    assert len(pd.read_parquet(folder / "requests.parquet"))
+    assert not list(folder.glob(".*.part"))
+
+
+def test_the_same_run_writes_the_same_texts(run: Callable[..., RunResult]) -> None:
+    def texts() -> list[list[int]]:
+        folder = run("sampling=temp08", "equality.enabled=false").folder
+        return [line["token_ids"] for line in read_lines(folder / "texts.jsonl")]
+
+    assert texts() == texts()
+
+
+def test_a_target_without_chat_template_gets_plain_text(tiny_folder: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_folder)
+    tokenizer.chat_template = None
+    engine: Any = type("Engine", (), {"tokenizer": tokenizer})()
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.decode(encode(engine, messages)) == "a\n\nb\n\n"
+
+
+def run_app(*overrides: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("HYDRA_FULL_ERROR", "WANDB_API_KEY")}
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.run", "debug=default", *overrides],
+        cwd=ROOT,
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_the_app_prints_tables_and_paths_and_ends_with_0(tiny_folder: Path, tmp_path: Path) -> None:
+    done = run_app(f"target.name={tiny_folder}", f"hydra.run.dir={tmp_path}", "tracker=wandb")
+    assert done.returncode == 0, done.stderr
+    assert "ngram K=4" in done.stdout
+    assert str(tmp_path / "report.html") in done.stdout
+    assert "wandb sync" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run.log").is_file()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    assert provenance["command"].startswith("python -m experiments.run debug=default target.name=")
+
+
+def test_the_app_ends_with_1_and_one_sentence(tmp_path: Path) -> None:
+    done = run_app(f"target.name={tmp_path}/nowhere", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(sentences) == 1
+    assert "nowhere" in sentences[0]
+    assert "Traceback" not in done.stderr + done.stdout
