@@ -54,7 +54,6 @@ class _InFlight:
     scheduled: list[ScheduledRequest]
     step: int
     started: float
-    host_s: float
 
 
 class Engine:
@@ -94,19 +93,21 @@ class Engine:
             raise ConfigError(
                 f"num_speculative_tokens={num_speculative_tokens} is not allowed; give 0 or more"
             )
-        if drafter_entry.name == "none":
-            num_speculative_tokens = 0
-        config.check(num_speculative_tokens)
+        self.num_speculative_tokens = 0 if drafter_entry.name == "none" else num_speculative_tokens
+        config.check(self.num_speculative_tokens)
         device = resolve_device(config.device)
         if isinstance(target, str):
             target = load_target(target, resolve_dtype(config.dtype, device), device)
         self.target = target
         self.tokenizer = target.tokenizer
-        self.num_speculative_tokens = num_speculative_tokens
+        self.trace = trace
         self.drafter = drafter_entry.cls(drafter_config)
         self.verifier = verifier_entry.cls(verifier_config)
-        self.trace = trace
-        model = target.model
+        self._build(target)
+
+    def _build(self, target: LoadedTarget) -> None:
+        """Build runner and scheduler around a loaded target."""
+        config, model = self.config, target.model
         limit = model.max_position_embeddings
         if config.max_model_len > limit:
             raise ConfigError(
@@ -116,23 +117,21 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         max_num_reqs = config.max_num_reqs or (1024 if on_gpu else 64)
         self.max_steps_in_flight = config.max_steps_in_flight or (2 if on_gpu else 1)
-        self.runner = ModelRunner(
-            model,
-            Sampler(self.verifier, max_num_reqs, model.vocab_size, model.device),
-            self.drafter,
-            RunnerConfig(
-                max_num_reqs=max_num_reqs,
-                max_model_len=config.max_model_len,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                num_speculative_tokens=num_speculative_tokens,
-                num_kv_blocks=config.num_kv_blocks,
-                block_size=config.block_size,
-            ),
-            tokenizer=target.tokenizer,
+        runner_config = RunnerConfig(
+            max_num_reqs=max_num_reqs,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_speculative_tokens=self.num_speculative_tokens,
+            num_kv_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
         )
+        sampler = Sampler(self.verifier, max_num_reqs, model.vocab_size, model.device)
+        self.runner = ModelRunner(model, sampler, self.drafter, runner_config, target.tokenizer)
         self._check_pairing()
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_reqs, config.max_num_batched_tokens, num_speculative_tokens),
+            SchedulerConfig(
+                max_num_reqs, config.max_num_batched_tokens, self.num_speculative_tokens
+            ),
             BlockAllocator(self.runner.num_kv_blocks, config.block_size),
         )
         self._reader = PromptReader(target.tokenizer, model.vocab_size, config.max_model_len)
@@ -243,7 +242,7 @@ class Engine:
         if schedule.scheduled:
             handle = self.runner.execute_model(self._prepare(schedule))
             self._in_flight.append(
-                _InFlight(handle, schedule.scheduled, next(self._steps), started, 0.0)
+                _InFlight(handle, schedule.scheduled, next(self._steps), started)
             )
         drained = schedule.must_drain or not schedule.scheduled
         while self._in_flight and (drained or len(self._in_flight) >= self.max_steps_in_flight):

@@ -5,8 +5,6 @@ every text. Many requests with seeds of their own run side by side.
 """
 
 import functools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +41,7 @@ PROMPT = [0, 1, 2, 0, 1]
 SIZES = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8}
 PLAIN = SamplingParams(temperature=1.0)
 SHARP = SamplingParams(temperature=0.6, top_p=0.85)
+COLD = SamplingParams(temperature=0.3)
 FLAT = SamplingParams(temperature=1.5)
 
 
@@ -55,7 +54,7 @@ def dense_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def target_model() -> Any:
     """Return the target as transformers runs it; its head gives logits of a spread near 1."""
-    return tiny_model("llama", seed=3, scale=5.0, **SIZES)
+    return tiny_model("llama", seed=51, scale=4.0, **SIZES)
 
 
 @functools.cache
@@ -79,15 +78,15 @@ def exact_law(temperature: float, top_p: float) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Save draft models: the target with its head turned round, and one of other weights."""
-    opposite = tiny_model("llama", seed=3, scale=5.0, **SIZES)
+    opposite = tiny_model("llama", seed=51, scale=4.0, **SIZES)
     opposite.get_output_embeddings().weight.data.neg_()  # pyright: ignore[reportOptionalMemberAccess]
-    models = {"opposite": opposite, "other": tiny_model("llama", seed=4, scale=5.0, **SIZES)}
+    models = {"opposite": opposite, "other": tiny_model("llama", seed=43, scale=4.0, **SIZES)}
     folder = tmp_path_factory.mktemp("drafts")
     for name, model in models.items():
         model.save_pretrained(folder / name)
-    yield {name: str(folder / name) for name in models}
+    return {name: str(folder / name) for name in models}
 
 
 class AlternatingDrafter(DrafterBase):
@@ -144,7 +143,7 @@ def draft_model(folder: str, sampling: str = "gumbel") -> dict[str, str]:
     return {"name": "draft_model", "model": folder, "sampling": sampling}
 
 
-@pytest.mark.parametrize("params", [PLAIN, SHARP, FLAT])
+@pytest.mark.parametrize("params", [PLAIN, SHARP, COLD, FLAT])
 @pytest.mark.parametrize("model", ["opposite", "other"])
 def test_sampled_draft_model_leaves_the_law_untouched(
     folders: dict[str, str], model: str, params: SamplingParams
@@ -173,7 +172,7 @@ def test_law_holds_while_kinds_change_and_requests_are_preempted() -> None:
         "alternating_in_tests", PLAIN, block_size=2, num_kv_blocks=900, max_num_reqs=256
     )
     assert result.passes, result
-    assert sum(o.stats.num_preemptions for o in outputs) > 100
+    assert sum(o.stats.num_preemptions for o in outputs) > 50
 
 
 def test_law_holds_with_two_steps_in_flight(folders: dict[str, str]) -> None:
@@ -225,5 +224,5 @@ def test_draft_law_of_another_temperature_breaks_the_law(
         return token
 
     monkeypatch.setattr(DraftModelDrafter, "_draw", unscaled)
-    result, _ = law_test(draft_model(folders["opposite"]), SHARP)
+    result, _ = law_test(draft_model(folders["other"]), COLD)
     assert not result.passes, result
