@@ -27,6 +27,7 @@ class DrafterBase:
     """
 
     capabilities = DrafterCapabilities()
+    never_drafts = False  # True: the engine sets K to 0, and no position is verified for nothing
 
     def __init__(self, config: DrafterConfig) -> None:
         self.config = config

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import DrafterBase, DrafterConfig
-from runner.draft_inputs import first_pass, next_pass
+from runner.draft_inputs import DraftPass, first_pass, next_pass
 from runner.loader import check_same_vocabulary, load_model, load_tokenizer
 from runner.models.hf import HFModel
 from runner.rows import scatter_rows
@@ -22,9 +22,11 @@ from specdec.errors import ConfigError
 from specdec.protocols import (
     DRAFT_KIND_ONE_HOT,
     DRAFT_KIND_WITH_Q,
+    DraftBuffers,
     DraftContext,
     DrafterCapabilities,
     KVSpec,
+    StateView,
     TargetView,
 )
 from specdec.registry import register_drafter
@@ -85,13 +87,19 @@ class DraftModelDrafter(DrafterBase):
             max_context=self.model.max_position_embeddings,
         )
 
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Keep the views; an id of the target that the draft does not have is never drafted."""
+        super().bind(state, buffers)
+        if buffers.draft_logits is not None:
+            buffers.draft_logits[..., self._vocab_size :] = float("-inf")
+
     def propose(self, ctx: DraftContext) -> None:
         """Run the first pass, then one pass a draft."""
         kv = self.buffers.kv
         assert kv is not None, "the runner allocates the KV that capabilities ask for"
         num_drafts = self.buffers.num_speculative_tokens
         step = first_pass(ctx, kv)
-        hidden = self.model.forward(step.input_ids, step.positions, step.attn_metadata)
+        hidden = self._forward(step)
         if (ctx.is_prefill_np & ~ctx.is_last_chunk_np).all():
             return  # no place samples, so none can use a draft; the KV is all that was wanted
         rows = ctx.idx_mapping.long().clamp(min=0)
@@ -103,13 +111,18 @@ class DraftModelDrafter(DrafterBase):
             drafts.append(token)
             if i + 1 < num_drafts:
                 step = next_pass(ctx, kv, token, i + 1)
-                hidden = self.model.forward(step.input_ids, step.positions, step.attn_metadata)
+                hidden = self._forward(step)
         run = torch.stack(drafts, 1)
         scatter_rows(self.buffers.draft_tokens, ctx.idx_mapping, run)
         kind = torch.full_like(self.buffers.draft_kind[rows], DRAFT_KIND_ONE_HOT)
         if self._samples:
             kind = torch.where(ctx.temperature[rows] > 0, DRAFT_KIND_WITH_Q, kind)
         scatter_rows(self.buffers.draft_kind, ctx.idx_mapping, kind.to(torch.int8))
+
+    def _forward(self, step: DraftPass) -> Tensor:
+        """Run a pass; ids behind the draft's vocabulary (often padded shorter) read as its last."""
+        input_ids = step.input_ids.clamp(max=self.model.vocab_size - 1)
+        return self.model.forward(input_ids, step.positions, step.attn_metadata)
 
     def _draw(
         self, ctx: DraftContext, logits: Tensor, rows: Tensor, positions: Tensor, index: int

@@ -19,6 +19,7 @@ class NoneDrafter(DrafterBase):
     """Leaves every row at "no draft"."""
 
     capabilities = DrafterCapabilities(variable_length=True)
+    never_drafts = True
 
     def propose(self, ctx: DraftContext) -> None:
         """Propose nothing: the runner has already cleared the step's rows."""

@@ -150,10 +150,10 @@ def plan_arms(config: RunConfig) -> list[ArmSpec]:
         k = item.num_speculative_tokens
         wanted.append((item.drafter, config.num_speculative_tokens if k is None else k))
     for drafter, k in wanted:
-        arm = (drafter, 0 if drafter.entry.name == "none" else k)
+        arm = (drafter, 0 if drafter.never_drafts else k)
         if arm not in chosen:
             chosen.append(arm)
-        elif drafter.entry.name != "none":
+        elif not drafter.never_drafts:
             warn_once(logger, f"the arm {drafter.entry.name} K={k} is given twice; it runs once")
     bases = [_base_name(drafter, k) for drafter, k in chosen]
     used: Counter[str] = Counter()
@@ -167,7 +167,7 @@ def plan_arms(config: RunConfig) -> list[ArmSpec]:
 
 
 def _base_name(drafter: Plugin, k: int) -> str:
-    return "none" if drafter.entry.name == "none" else f"{drafter.entry.name} K={k}"
+    return drafter.entry.name if drafter.never_drafts else f"{drafter.entry.name} K={k}"
 
 
 def _difference(drafter: Plugin, rivals: Sequence[Plugin]) -> str:

@@ -82,7 +82,7 @@ Measure = Callable[[Turn, int, int, int], Difference]
 def first_verdict(spec: ArmSpec, config: RunConfig, timed_dtype: str) -> tuple[Verdict, bool]:
     """Return what rule and temperature alone say, and whether texts have to be compared."""
     verifier = config.verifier.entry.cls(config.verifier.config)
-    if spec.drafter.entry.name == "none":
+    if spec.drafter.never_drafts:
         return Verdict(REFERENCE, timed_dtype), False
     if not verifier.lossless:
         return Verdict(LOSSY, timed_dtype), False
@@ -244,20 +244,20 @@ def check_equality(
         return dataclasses.replace(params, seed=request_seed(config, name))
 
     reference: list[Turn] = []
-    with progress(f"comparing texts in {dtype}", total=len(specs) * len(groups)) as bar:
-        for spec in specs:
-            engine = build_engine(spec, config, target)
-            turns: list[Turn] = []
+    for spec in specs:
+        engine = build_engine(spec, config, target)
+        turns: list[Turn] = []
+        with progress(f"{spec.name} in {dtype}", total=len(groups)) as bar:
             for group in groups:
                 turns += play(engine, group, make_params).turns
-                bar.advance(spec.name)
-            texts += [(spec, turn) for turn in turns]
-            if spec is specs[0]:
-                reference = turns
-                verdicts[spec.name] = Verdict(REFERENCE, dtype)
-                continue
-            measure = partial(TargetProbe(target.model).measure, params)
-            verdicts[spec.name] = judge(reference, turns, dtype, measure)
+                bar.advance()
+        texts += [(spec, turn) for turn in turns]
+        if spec is specs[0]:
+            reference = turns
+            verdicts[spec.name] = Verdict(REFERENCE, dtype)
+            continue
+        measure = partial(TargetProbe(target.model).measure, params)
+        verdicts[spec.name] = judge(reference, turns, dtype, measure)
     return verdicts, texts
 
 

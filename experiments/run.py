@@ -223,7 +223,9 @@ def _report(run: _Run) -> RunResult:
 
 def show(result: RunResult) -> None:
     """Print the tables, and where everything lies."""
-    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    console = Console()
+    # A narrow terminal wraps lines; a table made narrow would lose its last columns.
+    console.width = max(console.width if console.is_terminal else 0, _TABLE_WIDTH)
     for table in result.tables:
         console.print(table)
     console.print(f"report   {result.report}", soft_wrap=True, highlight=False)

@@ -143,6 +143,11 @@ class Plugin:
         values = {f.name: getattr(self.config, f.name) for f in _init_fields(type(self.config))}
         return {**values, "name": self.entry.name}
 
+    @property
+    def never_drafts(self) -> bool:
+        """Return whether this is a drafter that decodes autoregressively."""
+        return bool(getattr(self.entry.cls, "never_drafts", False))
+
 
 @dataclass
 class RunConfig:
@@ -322,7 +327,7 @@ def _check_pairings(config: RunConfig) -> None:
         arms.append((f"compare[{i}].drafter", item.drafter, item.num_speculative_tokens))
     for where, drafter, num_drafts in arms:
         k = config.num_speculative_tokens if num_drafts is None else num_drafts
-        if k == 0 and drafter.entry.name != "none":
+        if k == 0 and not drafter.never_drafts:
             raise ConfigError(
                 f"num_speculative_tokens=0 leaves {where}={drafter.entry.name} nothing to draft; "
                 "give 1 or more, or the drafter none"

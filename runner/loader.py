@@ -48,10 +48,13 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda"):
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
         raise ConfigError(f"device={name!r} is not allowed; give auto, cpu, cuda or cuda:<index>")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch {torch.__version__} finds no GPU; give cpu")
+    if index and int(index) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: there are {torch.cuda.device_count()} GPUs, from 0 on")
     return torch.device(name)
 
 
@@ -115,11 +118,17 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
     started = time.perf_counter()
     try:
         config = AutoConfig.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, use_safetensors=True
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise WeightsError(_cannot_load("model", name, error)) from error
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would go on with random values
+        raise WeightsError(
+            f"model {name!r} lacks {len(missing)} of its weights, the first is {missing[0]!r}; "
+            f"copy it again from its source"
+        )
     adapter = HFModel(model.to(device))
     logger.info(
         "loaded %s: %.0f M parameters, %s, %s, %.1f s",

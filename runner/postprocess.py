@@ -43,7 +43,7 @@ def _post_update_kernel(
     draft_context,
     WIDTH: tl.constexpr,
 ):
-    place = tl.program_id(0)
+    place = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping_ptr + place).to(tl.int64)
     if row < 0:
         tl.store(num_sampled_ptr + place, 0)
@@ -171,7 +171,7 @@ def _limit_drafts_kernel(
     num_columns,
     WIDTH: tl.constexpr,
 ):
-    place = tl.program_id(0)
+    place = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping_ptr + place).to(tl.int64)
     if row < 0:
         tl.store(num_drafts_ptr + place, 0)

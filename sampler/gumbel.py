@@ -55,7 +55,8 @@ def _gumbel_sample_kernel(
         )
         scores = scores + noise_gumbel_device(a, b, tokens)
     best = tl.max(scores, axis=0)
-    arg = tl.min(tl.where((scores == best) & inside, tokens, vocab_size), axis=0)
+    # A NaN equals nothing: the id then stays inside the vocabulary all the same.
+    arg = tl.min(tl.where((scores == best) & inside, tokens, vocab_size - 1), axis=0)
     tl.store(block_max_ptr + line * num_blocks + block, best)
     tl.store(block_arg_ptr + line * num_blocks + block, arg)
 
@@ -122,11 +123,13 @@ def gumbel_sample_ref(
     tokens = logits.argmax(1)
     rows = idx_mapping.long().clamp(min=0)
     noisy = (temperature[rows] > 0) & (idx_mapping >= 0)
+    first, second = noise_key(seeds[rows], positions, stream)
+    likeliest = logits.gather(1, tokens[:, None]).squeeze(1)
+    reached = likeliest + noise_gumbel((first, second), tokens.to(torch.int32))
     for line in noisy.nonzero(as_tuple=True)[0].tolist():
-        scores, likeliest = logits[line], tokens[line]
-        key = noise_key(seeds[rows[line]], positions[line], stream)
-        reached = scores[likeliest] + noise_gumbel(key, likeliest.to(torch.int32))
-        (candidates,) = (scores >= reached - GUMBEL_MAX).nonzero(as_tuple=True)
+        scores = logits[line]
+        (candidates,) = (scores >= reached[line] - GUMBEL_MAX).nonzero(as_tuple=True)
+        key = (first[line], second[line])
         noise = noise_gumbel(key, candidates.to(torch.int32))
         tokens[line] = candidates[(scores[candidates] + noise).argmax()]
     return tokens

@@ -1,7 +1,7 @@
 """`LLM.generate`: prompts in, texts out, over the step-level engine."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from runner.loader import LoadedTarget
@@ -69,6 +69,8 @@ class LLM:
             params = [params or SamplingParams()] * len(batch)
         if len(params) != len(batch):
             raise ConfigError(f"{len(params)} sampling parameters for {len(batch)} prompts")
+        if labels is not None and len(labels) != len(batch):
+            raise ConfigError(f"{len(labels)} labels for {len(batch)} prompts")
         names = [str(next(self._ids)) for _ in batch]
         added = []
         try:
@@ -93,8 +95,8 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """Return a list of prompts; a lone string, id list or message list becomes a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # what is no prompt at all is refused when it is read
     items = list(prompts)
     if items and isinstance(items[0], Mapping):
         return [items]

@@ -4,7 +4,9 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from specdec.errors import ConfigError
 
@@ -68,7 +70,8 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], what: str) -> T:
     """Build a config dataclass from keyword values.
 
     Raises:
-        ConfigError: an unknown key; the message lists the allowed ones and the nearest.
+        ConfigError: an unknown key (the message lists the allowed ones and the nearest), or a value
+            of the wrong type.
     """
     allowed = [f.name for f in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
     for key in values:
@@ -76,4 +79,29 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], what: str) -> T:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown {what} {key!r}; {hint}allowed: {', '.join(allowed)}")
+    check_types(cls, values, what)
     return cls(**values)
+
+
+def check_types(cls: type, values: Mapping[str, Any], what: str) -> None:
+    """Check that values have the types of a dataclass's fields.
+
+    Raises:
+        ConfigError: one has another type; the message names the key, the value and the type.
+    """
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        if not _fits(value, hints[key]):
+            kind = hints[key].__name__ if isinstance(hints[key], type) else hints[key]
+            raise ConfigError(f"{what} {key}={value!r} is not allowed; give a value of type {kind}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has a type: the outermost one; a Literal is left to its owner."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    kind = get_origin(hint) or hint
+    if kind in (int, float):
+        number = Integral if kind is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, kind) if isinstance(kind, type) else True

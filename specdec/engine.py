@@ -10,9 +10,11 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import numpy as np
+import torch
 
 from runner.async_output import StepOutput
 from runner.input_batch import StepPlan
@@ -89,15 +91,19 @@ class Engine:
         self.config = config
         drafter_entry, drafter_config = build_config("drafter", drafter)
         verifier_entry, verifier_config = build_config("verifier", verifier)
-        if num_speculative_tokens < 0:
+        if not isinstance(num_speculative_tokens, int) or num_speculative_tokens < 0:
             raise ConfigError(
-                f"num_speculative_tokens={num_speculative_tokens} is not allowed; give 0 or more"
+                f"num_speculative_tokens={num_speculative_tokens!r} is not allowed; "
+                f"give an integer >= 0"
             )
-        self.num_speculative_tokens = 0 if drafter_entry.name == "none" else num_speculative_tokens
+        never_drafts = getattr(drafter_entry.cls, "never_drafts", False)
+        self.num_speculative_tokens = 0 if never_drafts else num_speculative_tokens
         config.check(self.num_speculative_tokens)
         device = resolve_device(config.device)
-        if isinstance(target, str):
-            target = load_target(target, resolve_dtype(config.dtype, device), device)
+        dtype = resolve_dtype(config.dtype, device)
+        if isinstance(target, str | PathLike):
+            target = load_target(str(target), dtype, device)
+        _check_loaded(target, config, device, dtype)
         self.target = target
         self.tokenizer = target.tokenizer
         self.trace = trace
@@ -175,7 +181,9 @@ class Engine:
             UnsupportedError: a sampling parameter that does not work yet.
             CapacityError: the KV cache could not hold it even alone.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params={params!r} is not allowed; give SamplingParams")
         params.check_supported()
         if request_id in self._requests:
             raise ConfigError(f"request id {request_id!r} is already running; give another")
@@ -392,6 +400,30 @@ class Engine:
                 step_ms,
             )
         )
+
+
+def _check_loaded(
+    target: Any, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Check a target that the caller may have loaded: where it is, it stays.
+
+    Raises:
+        ConfigError: it is no target, or device or dtype are given and are not its own.
+    """
+    if not isinstance(target, LoadedTarget):
+        raise ConfigError(
+            f"target={target!r} is not allowed; give a name, a folder or a LoadedTarget"
+        )
+    model = target.model
+    for name, given, own in (
+        ("device", device.type, model.device.type),
+        ("dtype", dtype, model.dtype),
+    ):
+        if getattr(config, name) != "auto" and given != own:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not that of the loaded target ({own}); "
+                f"leave it out, or load the target with it"
+            )
 
 
 def _count(request: Request, num_committed: int, num_judged: int, num_accepted: int) -> None:

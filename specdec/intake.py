@@ -1,13 +1,16 @@
 """Prompts to token ids: a string, token ids, or chat messages, checked before they are queued."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from specdec.errors import ConfigError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+_FORMS = "give a string, a list of token ids, or a list of chat messages with 'role' and 'content'"
 
 
 class PromptReader:
@@ -49,21 +52,35 @@ class PromptReader:
         return text, token_ids
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+            raise ConfigError(f"prompt={prompt!r} is not allowed; {_FORMS}")
         if not isinstance(prompt, str) and all(isinstance(p, int | np.integer) for p in prompt):
             return None, [int(p) for p in prompt]  # pyright: ignore[reportArgumentType]
         if self._tokenizer is None:
             raise ConfigError("this target has no tokenizer; give prompts as lists of token ids")
         if isinstance(prompt, str):
-            return prompt, list(self._tokenizer(prompt)["input_ids"])
+            return prompt, self._encode(prompt, add_special_tokens=True)
         for message in prompt:
-            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
-                raise ConfigError(
-                    f"prompt holds {message!r}; give a string, a list of token ids, or a list of "
-                    f"chat messages with 'role' and 'content'"
-                )
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
+                raise ConfigError(f"prompt holds {message!r}; {_FORMS}")
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("the target's tokenizer has no chat template; give a string")
-        text = self._tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=False
-        )
-        return text, list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the target's chat template refuses the messages: {error}"
+            ) from error
+        return text, self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert self._tokenizer is not None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the prompt is no valid text: {error}") from error
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -129,7 +129,7 @@ def _import_provider(kind: str, name: str) -> None:
         module = name.split(":", 1)[0]
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
+        except (ImportError, ValueError) as error:
             raise ConfigError(f"{kind} {name!r}: cannot import {module!r} ({error})") from error
 
 

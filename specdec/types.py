@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specdec.config import check_types
 from specdec.errors import ConfigError, UnsupportedError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -68,8 +69,11 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every range; see the class docstring."""
-        _check(self.temperature >= 0, "temperature", self.temperature, "a number >= 0")
+        """Check every type and range; see the class docstring."""
+        check_types(type(self), vars(self), "sampling parameter")
+        # Below that a float32 logit divided by it may overflow.
+        small_or_huge = self.temperature != 0 and not 1e-5 <= self.temperature < float("inf")
+        _check(not small_or_huge, "temperature", self.temperature, "0, or a number >= 1e-5")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _check(self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for all tokens")
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer >= 1")
@@ -81,7 +85,8 @@ class SamplingParams:
             self.seed,
             "a 64-bit signed integer",
         )
-        _check(all(self.stop_strings), "stop", self.stop, "non-empty strings")
+        sound = all(isinstance(string, str) and string for string in self.stop_strings)
+        _check(sound, "stop", self.stop, "non-empty strings")
 
     @property
     def stop_strings(self) -> list[str]:

@@ -82,7 +82,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Save draft models: the target with its head turned round, and one of other weights."""
     opposite = tiny_model("llama", seed=51, scale=4.0, **SIZES)
     opposite.get_output_embeddings().weight.data.neg_()  # pyright: ignore[reportOptionalMemberAccess]
-    models = {"opposite": opposite, "other": tiny_model("llama", seed=43, scale=4.0, **SIZES)}
+    models = {
+        "opposite": opposite,
+        "other": tiny_model("llama", seed=43, scale=4.0, **SIZES),
+        "smaller": tiny_model("llama", seed=43, scale=4.0, **{**SIZES, "vocab_size": V - 1}),
+        "larger": tiny_model("llama", seed=43, scale=4.0, **{**SIZES, "vocab_size": V + 2}),
+    }
     folder = tmp_path_factory.mktemp("drafts")
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -153,6 +158,16 @@ def test_sampled_draft_model_leaves_the_law_untouched(
     assert (
         0 < sum(o.stats.num_accepted for o in outputs) < sum(o.stats.num_drafted for o in outputs)
     )
+
+
+@pytest.mark.parametrize("model", ["smaller", "larger"])
+def test_draft_model_whose_vocabulary_is_padded_otherwise_leaves_the_law_untouched(
+    folders: dict[str, str], model: str
+) -> None:
+    # Models of one tokenizer are padded to unlike sizes.
+    result, outputs = law_test(draft_model(folders[model]), PLAIN)
+    assert result.passes, result
+    assert sum(o.stats.num_accepted for o in outputs) > NUM_TEXTS / 2
 
 
 def test_argmax_draft_model_leaves_the_law_untouched(folders: dict[str, str]) -> None:

@@ -115,15 +115,31 @@ NEIGHBOURS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         "token id": lambda: uniforms(SEED, 77, count() + 1, STREAM_TARGET),
     }.items()
 }
-# The sum of both axes is the same on both sides.
-NEIGHBOURS["seed against position"] = (
-    lambda: uniforms(count(), 5, 42, STREAM_TARGET),
-    lambda: uniforms(count() + 1, 4, 42, STREAM_TARGET),
-)
-NEIGHBOURS["position against token id"] = (
-    lambda: uniforms(SEED, count(), 42, STREAM_TARGET),
-    lambda: uniforms(SEED, count() + 1, 41, STREAM_TARGET),
-)
+# What a key that is only added or xored together would take for the same: a step along one axis
+# undone along another, by one or by the factor that the hash gives that axis.
+for name, first, second in (
+    (
+        "seed against position",
+        lambda: uniforms(count(), 5, 42, STREAM_TARGET),
+        lambda: uniforms(count() + 1, 4, 42, STREAM_TARGET),
+    ),
+    (
+        "position against token id",
+        lambda: uniforms(SEED, count(), 42, STREAM_TARGET),
+        lambda: uniforms(SEED, count() + 1, 41, STREAM_TARGET),
+    ),
+    (
+        "seed against token id",
+        lambda: uniforms(count(), 77, 42, STREAM_TARGET),
+        lambda: uniforms(count() + 0x9E3779B1, 77, 41, STREAM_TARGET),
+    ),
+    (
+        "seed against stream",
+        lambda: uniforms(count(), 77, 42, STREAM_DRAFT),
+        lambda: uniforms(count() ^ STREAM_DRAFT, 77, 42, STREAM_TARGET),
+    ),
+):
+    NEIGHBOURS[name] = (first, second)
 
 
 @pytest.mark.parametrize("pair", NEIGHBOURS)

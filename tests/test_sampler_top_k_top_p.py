@@ -144,6 +144,8 @@ def test_tie_that_reaches_over_the_head_keeps_every_equal() -> None:
     assert int(kept.sum()) == 2000
     check(logits, [(20, 1.0)])
     check(logits, [(20, 0.999)])
+    # The ten have a mass of 0.2 among all equals, but 0.5 among the first 512 tokens alone.
+    check(logits, [(20, 0.4)])
     check(logits, [(5, 0.5)])
 
 

@@ -113,6 +113,8 @@ class Simulation:
                 assert entry.is_last_chunk == (end == request.prefill_len)
             else:
                 assert entry.num_tokens <= 1 + request.draft_budget
+            # Never more blocks than the columns of a block table.
+            assert len(request.block_ids) <= blocks.blocks_for(request.max_total_len)
             held = len(request.block_ids) * blocks.block_size
             assert held >= min(start + entry.num_tokens, request.max_total_len)
             at = entry.new_blocks_start
@@ -139,6 +141,8 @@ class Simulation:
             if not entry.is_prefill:
                 request.num_computed_tokens -= entry.num_tokens - num_sampled
             request.token_ids += [0] * num_sampled
+            if self.in_flight == 1:
+                request.num_drafts = self.accept(request.draft_budget)
             if len(request.token_ids) == request.max_total_len:
                 self.scheduler.remove(request)
                 self.finished.append(request.request_id)
@@ -165,7 +169,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         requests=draw(st.lists(one, min_size=1, max_size=6)),
         num_blocks=draw(st.integers(8, 20)),  # 8 blocks of 4 hold one request of 32 tokens
         max_num_reqs=draw(st.integers(1, 4)),
-        max_num_batched_tokens=draw(st.integers(k + 1, 30)),
+        max_num_batched_tokens=draw(st.integers(k + 1, k + 12)),  # some verifications wait
         num_speculative_tokens=k,
         in_flight=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 1000)),
@@ -216,6 +220,18 @@ def test_running_requests_come_before_new_ones() -> None:
     output = simulation.step()
     # "a" verifies 4 tokens, the prompt of "b" gets what is left of 6, and "c" waits behind it.
     assert [(s.request.request_id, s.num_tokens) for s in output.scheduled] == [("a", 4), ("b", 2)]
+
+
+def test_verification_that_does_not_fit_the_budget_waits_whole() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=7, num_speculative_tokens=3)
+    requests = [make_request(name, prompt_len=2, max_tokens=20, draft_budget=3) for name in "ab"]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.schedule()
+    for request in requests:
+        request.token_ids.append(0)
+    # 4 + 4 tokens are more than 7: a verification is never cut.
+    assert [s.num_tokens for s in scheduler.schedule().scheduled] == [4]
 
 
 def test_known_number_of_drafts_shortens_the_verification() -> None:
