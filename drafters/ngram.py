@@ -54,7 +54,7 @@ class NgramDrafter(DrafterBase):
         rows = ctx.idx_mapping.long().clamp(min=0)
         width = min(ctx.max_seq_len, ctx.state.all_token_ids.shape[1])
         tokens = ctx.state.all_token_ids[:, :width].index_select(0, rows)
-        total_len = ctx.state.total_len[rows].long()[:, None]
+        total_len = torch.where(ctx.idx_mapping >= 0, ctx.state.total_len[rows], 0).long()[:, None]
         columns = torch.arange(width, device=tokens.device)
         # match_len[r, e]: how many tokens ending at column e equal the last tokens of the text.
         match_len = torch.zeros_like(tokens)

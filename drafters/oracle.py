@@ -46,7 +46,15 @@ class OracleDrafter(DrafterBase):
     config: OracleConfig
 
     def load(self, target: TargetView) -> None:
-        """Lay the texts out as one padded table."""
+        """Lay the texts out as one padded table.
+
+        Raises:
+            ConfigError: a text holds an id outside the target's vocabulary.
+        """
+        if any(not 0 <= t < target.vocab_size for text in self.config.texts for t in text):
+            raise ConfigError(
+                f"drafter oracle: texts hold ids outside the vocabulary [0, {target.vocab_size})"
+            )
         self._vocab_size = target.vocab_size
         longest = max((len(text) for text in self.config.texts), default=1)
         width = longest + target.num_speculative_tokens

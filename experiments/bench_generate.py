@@ -1,8 +1,8 @@
 """Bench `generate`: our arms beside transformers' own generate, interleaved in one process.
 
 Every prompt is run by every arm in turn, the order rotated by prompt, so that a drift of the
-machine hits all arms alike. tokens/s counts new tokens over the whole call, prefill included; the
-decode rate leaves the first token's time out for our arms. Nothing here needs Hydra.
+machine hits all arms alike. tokens/s counts new tokens over the whole call, prefill included.
+Nothing here needs Hydra.
 """
 
 import logging
@@ -67,7 +67,7 @@ def run_generate_bench(config: GenerateBenchConfig, questions: list[Question]) -
 
     Returns:
         One row per arm and question: arm, category, question_id, num_tokens, wall_s, num_steps,
-        num_verify_tokens, same_text (as transformers' greedy text, for greedy arms).
+        num_verify_tokens, same_text (whether it is transformers' greedy text).
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -114,7 +114,7 @@ def _arms(
     config: GenerateBenchConfig, target: LoadedTarget, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Arm]:
     model: Any = AutoModelForCausalLM.from_pretrained(
-        locate(config.target), dtype=dtype, use_safetensors=True
+        locate(config.target), dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
     model = model.to(device).eval()
     arms: dict[str, Arm] = {

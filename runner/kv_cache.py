@@ -8,6 +8,8 @@ survive a masked softmax) reaches a result. The *trash* block takes writes of sl
 import torch
 from torch import Tensor
 
+from specdec.errors import CapacityError
+
 
 class PagedKVCache:
     """KV cache of one model over block tables that several models may share.
@@ -47,8 +49,15 @@ class PagedKVCache:
         # zeros, not empty: on a CPU the pages are mapped only when first written, and the null
         # block must read as zero.
         self.keys = self.values = []  # the old tensors go before the new ones come
-        self.keys = [self._zeros(shape) for _ in range(self._num_layers)]
-        self.values = [self._zeros(shape) for _ in range(self._num_layers)]
+        try:
+            self.keys = [self._zeros(shape) for _ in range(self._num_layers)]
+            self.values = [self._zeros(shape) for _ in range(self._num_layers)]
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            needed = num_blocks * self.bytes_per_block / 2**30
+            raise CapacityError(
+                f"{num_blocks} KV blocks take {needed:.1f} GiB, which the device does not have; "
+                f"lower num_kv_blocks, max_num_reqs or max_model_len"
+            ) from error
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)

@@ -102,7 +102,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     source = locate(name)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise WeightsError(_cannot_load("tokenizer", name, error)) from error
 
@@ -117,9 +117,14 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
     source = locate(name)
     started = time.perf_counter()
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+            source,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise WeightsError(_cannot_load("model", name, error)) from error

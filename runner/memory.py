@@ -20,16 +20,25 @@ _CPU_LIMIT_BYTES = 2 * 2**30
 _GPU_FRACTION = 0.9  # of the device's memory, for weights, activations and KV together
 
 
-def padding_plan(num_places: int, query_len: int, is_prefill: bool) -> StepPlan:
-    """Return a plan of padding alone: it runs at full cost and touches no state."""
+def padding_plan(
+    num_places: int, query_len: int, is_prefill: bool, max_seq_len: int | None = None
+) -> StepPlan:
+    """Return a plan of padding alone: it runs at full cost and touches no state.
+
+    Args:
+        num_places: places of the step.
+        query_len: tokens a place.
+        is_prefill: whether the tokens are prompt tokens.
+        max_seq_len: context length that is read for; None takes `query_len`.
+    """
     flag = np.full(num_places, is_prefill)
     return StepPlan(
         rows_np=np.full(num_places, -1, dtype=np.int32),
         query_lens_np=np.full(num_places, query_len, dtype=np.int32),
         is_prefill_np=flag,
         is_last_chunk_np=flag,
-        max_seq_len=query_len,
-        max_total_len=query_len + 1,
+        max_seq_len=max_seq_len or query_len,
+        max_total_len=(max_seq_len or query_len) + 1,
     )
 
 
@@ -62,9 +71,11 @@ def _profile_gpu(runner: "ModelRunner") -> int:
     config = runner.config
     torch.cuda.reset_peak_memory_stats(runner.device)
     longest = min(config.max_model_len, config.max_num_batched_tokens)
-    for query_len, is_prefill in ((longest, True), (config.num_speculative_tokens + 1, False)):
+    width = config.num_speculative_tokens + 1
+    for query_len, is_prefill in ((longest, True), (width, False), (1, False)):
         places = min(config.max_num_reqs, config.max_num_batched_tokens // query_len)
-        runner.execute_model(padding_plan(places, query_len, is_prefill)).output.wait()
+        plan = padding_plan(places, query_len, is_prefill, config.max_model_len)
+        runner.execute_model(plan).output.wait()
     peak = torch.cuda.max_memory_allocated(runner.device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.device)

@@ -1,6 +1,7 @@
 """One step of the engine on the device: gather, target, verify, commit, draft. Glue, no kernels."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -120,10 +121,11 @@ class ModelRunner:
             for kv in self.kv_caches:
                 kv.resize(self.num_kv_blocks)
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB",
+            "KV cache: %d blocks of %d tokens, %.2f GiB; drafter state: %d bytes",
             self.num_kv_blocks,
             config.block_size,
             sum(kv.num_bytes for kv in self.kv_caches) / 2**30,
+            drafter.state_bytes(),
         )
 
     @property
@@ -188,13 +190,18 @@ class ModelRunner:
         """Free a row."""
         self.state.remove_request(row)
 
-    @torch.inference_mode()
     def execute_model(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step and return a handle to its outcome.
 
         Padding places (row -1) touch no state and write no KV, so a plan of padding alone is the
         empty step.
         """
+        # Kernels and events go to the current device, whatever device their tensors are on.
+        on_gpu = self.device.type == "cuda"
+        with torch.inference_mode(), torch.cuda.device(self.device) if on_gpu else nullcontext():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepHandle:
         timer = StepTimer(self.device.type == "cuda")
         timer.mark()
         self.state.apply_staged_writes()
@@ -237,9 +244,10 @@ class ModelRunner:
             return
         plan, rows = batch.plan, batch.idx_mapping
         drafts, kind = self.state.draft_tokens, self.state.draft_kind
+        # Before the drafts are cleared: a drafter may want to see which of its own were rejected.
+        self.drafter.observe(VerifyContext(batch.idx_mapping, counts[0], counts[1]))
         scatter_rows(drafts, rows, drafts.new_full((batch.num_reqs, drafts.shape[1]), -1))
         scatter_rows(kind, rows, kind.new_full((batch.num_reqs,), DRAFT_KIND_NONE))
-        self.drafter.observe(VerifyContext(batch.idx_mapping, counts[0], counts[1]))
         wants = self.drafter.capabilities
         self.drafter.propose(
             DraftContext(

@@ -69,7 +69,7 @@ class Sampler:
 
         def uniform(rows: Tensor, positions: Tensor) -> Tensor:
             key = noise_key(seeds[rows.long()], positions, STREAM_DRAFT)
-            return noise_uniform(key, torch.zeros_like(key[0]))
+            return noise_uniform(key, torch.full_like(key[0], -1))  # -1 is no token's id
 
         return Noise(gumbel=gumbel, uniform=uniform)
 
@@ -91,7 +91,9 @@ class Sampler:
         lines = batch.expanded_idx_mapping
         rows = lines.long().clamp(min=0)
         rows_np = batch.plan.rows_np[batch.plan.rows_np >= 0]
-        all_greedy = not (self.state.temperature_np[rows_np] > 0).any()
+        # A step of padding alone stands for any step (memory profile): it takes the dearest path.
+        idle = len(rows_np) == 0
+        all_greedy = not (idle or (self.state.temperature_np[rows_np] > 0).any())
         processed = logits if all_greedy else self._process(logits, batch, rows_np)
         line_grid, line_valid = _line_grid(batch)
         drafts = _drafts_of_lines(batch, state, rows)
@@ -121,7 +123,7 @@ class Sampler:
         rows = batch.expanded_idx_mapping.long().clamp(min=0)
         temperature = self.state.temperature[rows]
         processed.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
-        if self.state.truncates_np[rows_np].any():
+        if len(rows_np) == 0 or self.state.truncates_np[rows_np].any():
             apply_top_k_top_p(
                 processed, batch.expanded_idx_mapping, self.state.top_k, self.state.top_p
             )

@@ -62,7 +62,8 @@ class LLM:
             One output a prompt, in the order of the prompts.
 
         Raises:
-            ConfigError: a prompt or parameter that is not allowed; nothing is left queued then.
+            ConfigError: a prompt or parameter that is not allowed. Nothing stays queued after this
+                or any other error.
         """
         batch = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -71,25 +72,23 @@ class LLM:
             raise ConfigError(f"{len(params)} sampling parameters for {len(batch)} prompts")
         if labels is not None and len(labels) != len(batch):
             raise ConfigError(f"{len(labels)} labels for {len(batch)} prompts")
-        names = [str(next(self._ids)) for _ in batch]
-        added = []
+        names = [f"generate-{next(self._ids)}" for _ in batch]
+        outputs: dict[str, RequestOutput] = {}
         try:
             for i, (name, prompt) in enumerate(zip(names, batch, strict=True)):
                 label = labels[i] if labels is not None else None
                 self.engine.add_request(name, prompt, params[i], label)
-                added.append(name)
-        except Exception:
-            for name in added:
+            while len(outputs) < len(names):
+                for increment in self.engine.step():
+                    if increment.request_id not in names:
+                        continue  # a caller may run requests of its own on the same engine
+                    if on_increment is not None:
+                        on_increment(increment)
+                    if increment.output is not None:
+                        outputs[increment.request_id] = increment.output
+        finally:
+            for name in self.engine.unfinished_ids & set(names):
                 self.engine.abort(name)
-            self.engine.step()
-            raise
-        outputs: dict[str, RequestOutput] = {}
-        while self.engine.has_requests:
-            for increment in self.engine.step():
-                if on_increment is not None:
-                    on_increment(increment)
-                if increment.output is not None:
-                    outputs[increment.request_id] = increment.output
         return [outputs[name] for name in names]
 
 

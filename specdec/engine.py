@@ -30,7 +30,7 @@ from runner.states import NewRow
 from sampler.sampler import Sampler
 from specdec.config import EngineConfig, from_mapping
 from specdec.ending import Detokenizer, Trimmed, trim
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedError
 from specdec.intake import Prompt, PromptReader
 from specdec.kv_cache import BlockAllocator
 from specdec.registry import build_config
@@ -99,6 +99,9 @@ class Engine:
         never_drafts = getattr(drafter_entry.cls, "never_drafts", False)
         self.num_speculative_tokens = 0 if never_drafts else num_speculative_tokens
         config.check(self.num_speculative_tokens)
+        self.drafter = drafter_entry.cls(drafter_config)
+        self.verifier = verifier_entry.cls(verifier_config)
+        self._check_pairing()
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
@@ -107,8 +110,6 @@ class Engine:
         self.target = target
         self.tokenizer = target.tokenizer
         self.trace = trace
-        self.drafter = drafter_entry.cls(drafter_config)
-        self.verifier = verifier_entry.cls(verifier_config)
         self._build(target)
 
     def _build(self, target: LoadedTarget) -> None:
@@ -133,7 +134,7 @@ class Engine:
         )
         sampler = Sampler(self.verifier, max_num_reqs, model.vocab_size, model.device)
         self.runner = ModelRunner(model, sampler, self.drafter, runner_config, target.tokenizer)
-        self._check_pairing()
+        self._check_pairing()  # again: a drafter may know what it offers only once it is loaded
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_reqs, config.max_num_batched_tokens, self.num_speculative_tokens
@@ -148,6 +149,7 @@ class Engine:
         self._aborted: list[Increment] = []
         self._arrivals = itertools.count()
         self._steps = itertools.count()
+        self._last_read = 0.0
 
     def _check_pairing(self) -> None:
         """Refuse a drafter whose drafts the verifier cannot judge."""
@@ -198,6 +200,10 @@ class Engine:
                 f"num_speculative_tokens={budget} of the request exceeds the engine's "
                 f"{self.num_speculative_tokens}; give at most that"
             )
+        if params.stop_strings and self.tokenizer is None:
+            raise UnsupportedError(
+                "stop strings need a tokenizer, which this target has not; give stop_token_ids"
+            )
         text, token_ids = self._reader.read(prompt)
         arrival = next(self._arrivals)
         request = Request(
@@ -207,7 +213,6 @@ class Engine:
             params=params,
             # Unseeded requests get a seed from the engine's own and their arrival: recorded.
             seed=params.seed if params.seed is not None else self.config.seed * 1_000_003 + arrival,
-            arrival=arrival,
             max_total_len=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
             draft_budget=min(
                 self.num_speculative_tokens,
@@ -232,6 +237,11 @@ class Engine:
         if request is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
         self._aborted.append(self._finish(request, [], Trimmed([], "abort")))
+
+    @property
+    def unfinished_ids(self) -> set[str]:
+        """Return the ids of the requests that wait or run."""
+        return set(self._requests)
 
     @property
     def has_requests(self) -> bool:
@@ -328,7 +338,7 @@ class Engine:
         kept = trimmed.token_ids
         request.token_ids += kept
         num_judged = int(output.num_judged[place])
-        if len(kept) < num_sampled:
+        if trimmed.finish_reason is not None:
             num_judged = min(num_judged, len(kept))  # drafts behind the end were judged for nothing
         num_accepted = min(num_sampled - 1, num_judged)
         if not entry.is_prefill:
@@ -387,7 +397,10 @@ class Engine:
     def _trace_step(self, flight: _InFlight, num_committed: int) -> None:
         assert self.trace is not None
         phases = flight.handle.timer.phases_ms()
-        step_ms = (time.perf_counter() - flight.started) * 1e3
+        # With more than one step in flight, a step's time begins where the last one's ended.
+        now = time.perf_counter()
+        step_ms = (now - max(flight.started, self._last_read)) * 1e3
+        self._last_read = now
         plan = flight.handle.plan
         self.trace.add_step(
             (
@@ -416,7 +429,7 @@ def _check_loaded(
         )
     model = target.model
     for name, given, own in (
-        ("device", device.type, model.device.type),
+        ("device", _indexed(device), _indexed(model.device)),
         ("dtype", dtype, model.dtype),
     ):
         if getattr(config, name) != "auto" and given != own:
@@ -424,6 +437,11 @@ def _check_loaded(
                 f"{name}={getattr(config, name)!r} is not that of the loaded target ({own}); "
                 f"leave it out, or load the target with it"
             )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return a device with its index, 0 where it has none."""
+    return torch.device(device.type, device.index or 0)
 
 
 def _count(request: Request, num_committed: int, num_judged: int, num_accepted: int) -> None:

@@ -32,7 +32,11 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class DrafterCapabilities:
-    """What a drafter needs and offers, as data: the runner never asks for a type or a name."""
+    """What a drafter needs and offers, as data: the runner never asks for a type or a name.
+
+    `aux_layers` and `on_cpu` are refused, `graph_safe`, `variable_length` and `can_score` not read
+    yet: nothing is captured in graphs or scored, and every drafter may return -1.
+    """
 
     hidden_states: Literal["none", "last"] = "none"
     aux_layers: tuple[int, ...] = ()

@@ -7,6 +7,7 @@ an imported module, an entry point of the group `specdec.drafters`, or a dotted 
 import dataclasses
 import difflib
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -46,15 +47,14 @@ class PluginEntry:
 _registered: dict[str, dict[str, PluginEntry]] = {"drafter": {}, "verifier": {}}
 
 
-def register_drafter(
-    name: str, config_cls: type, api_version: int = API_VERSION
-) -> Callable[[T], T]:
+def register_drafter(name: str, config_cls: type, api_version: int = 1) -> Callable[[T], T]:
     """Register a drafter class under a name; the decorator returns the class.
 
     Args:
         name: what `drafter=<name>` selects.
         config_cls: dataclass of the drafter's parameters; the drafter is built from an instance.
-        api_version: the `specdec.protocols.API_VERSION` that the plug-in was written for.
+        api_version: the `specdec.protocols.API_VERSION` that the plug-in was written for; what says
+            nothing was written for version 1.
 
     Raises:
         ConfigError: the name is taken by another class, or the API version differs.
@@ -62,9 +62,7 @@ def register_drafter(
     return _register("drafter", name, config_cls, api_version)
 
 
-def register_verifier(
-    name: str, config_cls: type, api_version: int = API_VERSION
-) -> Callable[[T], T]:
+def register_verifier(name: str, config_cls: type, api_version: int = 1) -> Callable[[T], T]:
     """Register a verifier class under a name, as `register_drafter` does for drafters."""
     return _register("verifier", name, config_cls, api_version)
 
@@ -80,10 +78,10 @@ def _register(kind: str, name: str, config_cls: type, api_version: int) -> Calla
 
     def decorate(cls: T) -> T:
         known = _registered[kind].get(name)
-        if known is not None and known.cls.__qualname__ != cls.__qualname__:
-            raise ConfigError(
-                f"{kind} name {name!r} is taken by {known.cls.__module__}.{known.cls.__qualname__}"
-            )
+        owner = known.cls.__module__ if known else _BUILTIN[kind].get(name, cls.__module__)
+        renamed = known is not None and known.cls.__qualname__ != cls.__qualname__
+        if renamed or owner != cls.__module__:
+            raise ConfigError(f"{kind} name {name!r} is taken by a class of {owner}")
         _registered[kind][name] = PluginEntry(name, cls, config_cls)
         return cls
 
@@ -106,8 +104,9 @@ def resolve(kind: str, name: str) -> PluginEntry:
         _import_provider(kind, name)
     entry = _registered[kind].get(name)
     if entry is None and ":" in name:
-        cls_name = name.split(":", 1)[1]
-        entry = next((e for e in _registered[kind].values() if e.cls.__name__ == cls_name), None)
+        module, cls_name = name.split(":", 1)
+        wanted = getattr(sys.modules.get(module), cls_name, None)
+        entry = next((e for e in _registered[kind].values() if e.cls is wanted), None)
     if entry is None:
         names = known_names(kind)
         near = difflib.get_close_matches(name, names, n=1)

@@ -19,7 +19,6 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    arrival: int
     max_total_len: int
     draft_budget: int  # drafts a step at most
     label: Any = None  # the caller's own mark, carried into traces (a category, say)

@@ -91,8 +91,11 @@ class Scheduler:
         """Decide the next step and advance the CPU's bounds as if all drafts were accepted."""
         output = SchedulerOutput()
         budget = self.config.max_num_batched_tokens
-        for request in list(self.running):
-            if request not in self.running or not self._can_run(request):
+        index = 0
+        while index < len(self.running):  # only requests from here on can be preempted meanwhile
+            request = self.running[index]
+            index += 1
+            if not self._can_run(request):
                 continue
             num_tokens = self._num_tokens(request, budget)
             if num_tokens == 0:
@@ -103,10 +106,6 @@ class Scheduler:
             if new_blocks is not None:
                 output.scheduled.append(self._entry(request, num_tokens, new_blocks))
                 budget -= num_tokens
-        # A request is scheduled before a later one is preempted for it, never after; but a later
-        # one may have been scheduled first where the loop went back to an earlier arrival.
-        gone = {id(request) for request in output.preempted}
-        output.scheduled = [s for s in output.scheduled if id(s.request) not in gone]
         if not output.preempted and not output.must_drain:
             self._admit(output, budget)
         for entry in output.scheduled:

@@ -85,6 +85,8 @@ class SamplingParams:
             self.seed,
             "a 64-bit signed integer",
         )
+        if self.seed is not None:
+            self.seed = int(self.seed)  # numpy's integers overflow where the seed is mixed
         sound = all(isinstance(string, str) and string for string in self.stop_strings)
         _check(sound, "stop", self.stop, "non-empty strings")
 

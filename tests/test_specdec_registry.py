@@ -65,6 +65,20 @@ def test_dotted_path_imports_the_module(plugin_folder: Path) -> None:
     assert config.times == 3
 
 
+def test_dotted_path_takes_the_class_of_that_very_module(plugin_folder: Path) -> None:
+    source = (Path(__file__).parent.parent / "drafters" / "ngram.py").read_text()
+    (plugin_folder / "my_copy.py").write_text(source.replace('"ngram"', '"my_ngram"'))
+    resolve("drafter", "ngram")
+    assert resolve("drafter", "my_copy:NgramDrafter").cls.__module__ == "my_copy"
+
+
+def test_builtin_cannot_be_replaced_by_a_class_of_its_name(plugin_folder: Path) -> None:
+    source = (Path(__file__).parent.parent / "drafters" / "ngram.py").read_text()
+    (plugin_folder / "my_thief.py").write_text(source)
+    with pytest.raises(ConfigError, match=r"'ngram' is taken by a class of drafters\.ngram"):
+        resolve("drafter", "my_thief:NgramDrafter")
+
+
 def test_entry_point_is_found_by_name(plugin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (plugin_folder / "echo_by_entry.py").write_text(PLUGIN.format(name="echo_by_entry"))
     point = importlib.metadata.EntryPoint(
@@ -103,7 +117,7 @@ def test_taken_name_is_refused() -> None:
     class Other(DrafterBase):
         def propose(self, ctx: DraftContext) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"'ngram' is taken by drafters\.ngram\.NgramDrafter"):
+    with pytest.raises(ConfigError, match=r"'ngram' is taken by a class of drafters\.ngram"):
         register_drafter("ngram", OtherConfig)(Other)
 
 

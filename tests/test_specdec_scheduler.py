@@ -26,7 +26,6 @@ def make_request(name: str, prompt_len: int, max_tokens: int, draft_budget: int 
         prompt_token_ids=tokens,
         params=SamplingParams(max_tokens=max_tokens),
         seed=0,
-        arrival=0,
         max_total_len=prompt_len + max_tokens,
         draft_budget=draft_budget,
         token_ids=list(tokens),

@@ -164,11 +164,12 @@ def _refuse(config: Any) -> None:
         raise UnsupportedError(f"model type {kind!r} has layers of type {sorted(odd)[0]!r}")
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    if any(values.get("rope_type") == "longrope" for values in (rope, *by_layer_type)):
-        raise UnsupportedError(
-            f"model type {kind!r} turns positions by the longest text of a batch "
-            f"(rope_type 'longrope'): requests would change one another"
-        )
+    for values in (rope, *by_layer_type):
+        if values.get("rope_type") in ("longrope", "dynamic"):
+            raise UnsupportedError(
+                f"model type {kind!r} turns positions by the longest text of a batch "
+                f"(rope_type {values['rope_type']!r}): requests would change one another"
+            )
     windowed = getattr(config, "sliding_window", None) or "sliding_attention" in layer_types
     if kind not in PROVEN_FAMILIES and windowed:
         raise UnsupportedError(

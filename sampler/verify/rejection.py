@@ -80,9 +80,7 @@ class RejectionVerifier:
         rows = inputs.expanded_idx_mapping[lines].long().clamp(min=0)
         column = inputs.expanded_local_pos[lines].long()
         column = column.clamp(max=inputs.draft_logits.shape[1] - 1)
-        law = inputs.draft_logits[rows, column].float().softmax(1)
-        missing = inputs.logits.shape[1] - law.shape[1]
-        return torch.nn.functional.pad(law, (0, missing))
+        return inputs.draft_logits[rows, column].float().softmax(1)
 
     def _next_tokens(self, inputs: VerifyInputs, lines: Tensor) -> Tensor:
         """Draw from the residual where the stop line rejected a draft, else from the target."""
