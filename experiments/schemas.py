@@ -227,8 +227,9 @@ def fillable(cls: type) -> type:
     the copy only; the real class checks its ranges when it is built from the values.
     """
     fields = []
+    hints = typing.get_type_hints(cls)  # a plug-in may write its annotations as strings
     for f in _init_fields(cls):
-        annotation: Any = f.type
+        annotation: Any = hints[f.name]
         if typing.get_origin(annotation) is typing.Literal:
             kinds = {type(choice) for choice in typing.get_args(annotation)}
             annotation = kinds.pop() if len(kinds) == 1 else Any
@@ -290,11 +291,12 @@ def load_plugin(kind: str, given: Any, where: str) -> Plugin:
         merged = vars(OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, prefix=f"{where}.")) from error
-    for f in _init_fields(config_cls):
-        allowed = typing.get_args(f.type) if typing.get_origin(f.type) is typing.Literal else None
-        if allowed and merged[f.name] not in allowed:
+    hints = typing.get_type_hints(config_cls)
+    for key, value in merged.items():
+        is_choice = typing.get_origin(hints[key]) is typing.Literal
+        if is_choice and value not in typing.get_args(hints[key]):
             raise ConfigError(
-                f"{where}.{f.name}={merged[f.name]!r} is not allowed; give {type_words(f.type)}"
+                f"{where}.{key}={value!r} is not allowed; give {type_words(hints[key])}"
             )
     entry, config = build_config(kind, {**merged, "name": name})
     return Plugin(entry, config)

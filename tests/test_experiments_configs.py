@@ -11,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
 
 import experiments.run
 from drafters.base import DrafterBase, DrafterConfig
@@ -274,6 +275,13 @@ def test_a_fillable_copy_keeps_fields_and_defaults() -> None:
     copy = fillable(EngineConfig)
     assert vars(copy()) == dataclasses.asdict(EngineConfig())
     assert OmegaConf.structured(fillable(WidthConfig)).mode == "wide"
+
+
+def test_annotations_may_be_strings() -> None:
+    later = dataclasses.make_dataclass("Later", [("count", "int", dataclasses.field(default=1))])
+    copy = OmegaConf.structured(fillable(later))
+    with pytest.raises(ValidationError):
+        copy.count = "many"
 
 
 @pytest.mark.parametrize(
