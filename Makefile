@@ -51,7 +51,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 type: $(READY)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix $(PACKAGES)

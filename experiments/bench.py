@@ -6,7 +6,9 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -74,19 +76,17 @@ def bench_task(cfg: DictConfig) -> None:
     questions = bench_questions(config.files, bench.per_category)
     rows = run_generate_bench(bench, questions)
     summary = summarise_generate_bench(rows)
+    sums = rows.pivot_table(
+        index=["arm", "category"],
+        values=["num_tokens", "wall_s", "num_steps", "num_verify_tokens"],
+        aggfunc="sum",
+    )
     record = {
         "bench": bench.name,
         "provenance": provenance,
         "config": dataclasses.asdict(bench) | {"files": [Path(f).name for f in config.files]},
-        "summary": json.loads(summary.to_json(orient="records")),
-        "by_category": json.loads(
-            rows.groupby(["arm", "category"])[
-                ["num_tokens", "wall_s", "num_steps", "num_verify_tokens"]
-            ]
-            .sum()
-            .reset_index()
-            .to_json(orient="records")
-        ),
+        "summary": _records(summary),
+        "by_category": _records(sums.reset_index()),
     }
     folder = Path(hydra_config.runtime.output_dir)
     rows.to_parquet(folder / "rows.parquet", index=False)
@@ -98,7 +98,12 @@ def bench_task(cfg: DictConfig) -> None:
     print("record", *targets)
 
 
-def _table(summary: list[dict]) -> Table:
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a frame's rows as plain values, null for what is not a number."""
+    return json.loads(frame.to_json(orient="records") or "[]")
+
+
+def _table(summary: list[dict[str, Any]]) -> Table:
     """Lay out the summary for a terminal."""
     table = Table(title="generate: factors with 95 % bootstrap intervals over prompts")
     for name in (

@@ -187,34 +187,27 @@ def summarise_generate_bench(rows: pd.DataFrame, num_resamples: int = 2000) -> p
         One row per arm: tokens_per_s, accepted_length, and the factors over transformers' greedy
         generate and over our autoregressive arm, each with the ends of its interval.
     """
-    tokens = rows.pivot(index="question_id", columns="arm", values="num_tokens")
-    seconds = rows.pivot(index="question_id", columns="arm", values="wall_s")
-    generator = np.random.default_rng(0)
-    picks = generator.integers(len(tokens), size=(num_resamples, len(tokens)))
+    # Every arm ran the questions in the same order, so that one draw picks the same ones of each.
+    arms: dict[str, Any] = {arm: rows[rows["arm"] == arm] for arm in rows["arm"].unique()}
+    num_prompts = rows["question_id"].nunique()
+    picks = np.random.default_rng(0).integers(num_prompts, size=(num_resamples, num_prompts))
+    resampled, rates = {}, {}
+    for arm, own in arms.items():
+        tokens, seconds = own["num_tokens"].to_numpy(), own["wall_s"].to_numpy()
+        resampled[arm] = tokens[picks].sum(1) / seconds[picks].sum(1)
+        rates[arm] = tokens.sum() / seconds.sum()
     table = []
-    for arm in rows["arm"].unique():
-        own = rows[rows["arm"] == arm]
+    for arm, own in arms.items():
         line: dict[str, Any] = {
             "arm": arm,
-            "tokens_per_s": own["num_tokens"].sum() / own["wall_s"].sum(),
+            "tokens_per_s": rates[arm],
+            "accepted_length": own["num_verify_tokens"].sum() / (own["num_steps"].sum() or np.nan),
             "same_text": int(own["same_text"].sum()),
-            "num_prompts": len(own),
+            "num_prompts": num_prompts,
         }
-        steps = own["num_steps"].sum()
-        line["accepted_length"] = own["num_verify_tokens"].sum() / steps if steps else float("nan")
         for base in ("transformers", "none"):
-            resampled = _rate(tokens[arm], seconds[arm], picks) / _rate(
-                tokens[base], seconds[base], picks
-            )
-            low, high = np.percentile(resampled, [2.5, 97.5])
-            base_rows = rows[rows["arm"] == base]
-            base_rate = base_rows["num_tokens"].sum() / base_rows["wall_s"].sum()
-            line[f"over_{base}"] = line["tokens_per_s"] / base_rate
+            low, high = np.percentile(resampled[arm] / resampled[base], [2.5, 97.5])
+            line[f"over_{base}"] = rates[arm] / rates[base]
             line[f"over_{base}_low"], line[f"over_{base}_high"] = low, high
         table.append(line)
     return pd.DataFrame(table)
-
-
-def _rate(tokens: pd.Series, seconds: pd.Series, picks: np.ndarray) -> np.ndarray:
-    """Return tokens/s of each bootstrap resample."""
-    return tokens.to_numpy()[picks].sum(1) / seconds.to_numpy()[picks].sum(1)

@@ -118,7 +118,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
     started = time.perf_counter()
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        # With output_loading_info the result is a pair, which the annotations do not know.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=dtype,
@@ -126,6 +127,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
             trust_remote_code=False,
             output_loading_info=True,
         )
+        model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise WeightsError(_cannot_load("model", name, error)) from error
     missing = sorted(info["missing_keys"])
