@@ -189,7 +189,7 @@ def summarise_generate_bench(rows: pd.DataFrame, num_resamples: int = 2000) -> p
     """
     # Every arm ran the questions in the same order, so that one draw picks the same ones of each.
     arms: dict[str, Any] = {arm: rows[rows["arm"] == arm] for arm in rows["arm"].unique()}
-    num_prompts = rows["question_id"].nunique()
+    num_prompts = len(rows["question_id"].unique())
     picks = np.random.default_rng(0).integers(num_prompts, size=(num_resamples, num_prompts))
     resampled, rates = {}, {}
     for arm, own in arms.items():
