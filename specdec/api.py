@@ -88,7 +88,7 @@ class LLM:
                         outputs[increment.request_id] = increment.output
         finally:
             for name in self.engine.unfinished_ids & set(names):
-                self.engine.abort(name)
+                self.engine.discard(name)
         return [outputs[name] for name in names]
 
 

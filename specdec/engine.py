@@ -233,10 +233,18 @@ class Engine:
         Raises:
             ConfigError: no unfinished request has that id.
         """
+        self._aborted.append(self.discard(request_id))
+
+    def discard(self, request_id: str) -> Increment:
+        """End a request at once; its last increment is returned here and comes with no step.
+
+        Raises:
+            ConfigError: no unfinished request has that id.
+        """
         request = self._requests.get(request_id)
         if request is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
-        self._aborted.append(self._finish(request, [], Trimmed([], "abort")))
+        return self._finish(request, [], Trimmed([], "abort"))
 
     @property
     def unfinished_ids(self) -> set[str]:
