@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ def bench_task(cfg: DictConfig) -> None:
     assert isinstance(config, BenchAppConfig), type(config)
     hydra_config = HydraConfig.get()
     command = "python -m experiments.bench " + shlex.join(hydra_config.overrides.task)
+    for name in config.files:  # a record is published: it names no folder of this machine
+        command = command.replace(name, os.path.relpath(name))
     bench = config.bench
     device = resolve_device(bench.device)
     provenance = collect_provenance(
