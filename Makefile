@@ -11,14 +11,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PACKAGES := specdec runner drafters sampler experiments tests benchmarks
 
-.PHONY: help setup weights demo bench test test-full lint type fmt clean
+.PHONY: help setup weights demo bench bundle test test-gpu test-full lint type fmt clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       compare drafters on the embedded real model (CPU, minutes)"
 	@echo "make test       quick tests, and the kernels in Triton's interpreter"
+	@echo "make test-gpu   tests on a CUDA device"
 	@echo "make test-full  tests on real weights"
 	@echo "make bench      speed beside transformers' generate, interleaved in one process"
+	@echo "make bundle     what a GPU host without network needs, in parts (docs/gpu_hosts.md)"
 	@echo "make lint type fmt setup weights clean"
 
 $(READY): pyproject.toml $(wildcard $(CONSTRAINTS))
@@ -38,9 +40,15 @@ demo: weights
 bench: weights
 	$(BIN)/python -m experiments.bench $(ARGS)
 
+bundle: $(READY)
+	$(BIN)/python -m experiments.bundle $(ARGS)
+
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter $(ARGS)
+
+test-gpu: weights
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-full: weights
 	$(BIN)/python -m pytest -m slow $(ARGS)

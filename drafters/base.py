@@ -22,6 +22,10 @@ class DrafterConfig:
 class DrafterBase:
     """Base class with defaults for the whole life cycle except `propose`.
 
+    Unless a drafter declares `graph_safe=False`, what `first_pass`, `propose` and `observe` launch
+    is captured once and replayed for other steps: they read and write device tensors at the
+    addresses of the context and of `bind`, and never look at a value on the host.
+
     Args:
         config: the drafter's own configuration.
     """
@@ -36,15 +40,24 @@ class DrafterBase:
         """Load nothing."""
 
     def bind(self, state: StateView, buffers: DraftBuffers) -> None:
-        """Keep the views."""
+        """Keep the views; buffers of a drafter's own are allocated here, at fixed addresses."""
         self.state = state
         self.buffers = buffers
 
     def add_request(self, req_state_idx: int) -> None:
         """Keep nothing by row."""
 
+    def first_pass(self, ctx: DraftContext) -> None:
+        """Run nothing over the step's own tokens.
+
+        It also runs in steps where no place samples, which `propose` does not.
+        """
+
     def propose(self, ctx: DraftContext) -> None:
-        """Fill `self.buffers.draft_tokens[row, :K]`; -1 where there is no draft."""
+        """Fill `self.buffers.draft_tokens[row, :K]`; -1 where there is no draft.
+
+        `runner.rows.scatter_rows` writes one line a place to the places' rows.
+        """
         raise NotImplementedError
 
     def observe(self, ctx: VerifyContext) -> None:

@@ -9,11 +9,12 @@ the rates.
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from drafters.base import DrafterBase, DrafterConfig
 from runner.rows import scatter_rows
 from specdec.errors import ConfigError
-from specdec.protocols import DraftContext, DrafterCapabilities, TargetView
+from specdec.protocols import DraftContext, DrafterCapabilities, StateView, TargetView
 from specdec.registry import register_drafter
 
 
@@ -61,7 +62,16 @@ class OracleDrafter(DrafterBase):
         table = torch.full((max(len(self.config.texts), 1), width), -1, dtype=torch.int64)
         for i, text in enumerate(self.config.texts):
             table[i, : len(text)] = torch.tensor(text, dtype=torch.int64)
-        self._texts = table.to(target.device)
+        weights = torch.randint(
+            -(2**63), 2**63 - 1, (width,), generator=torch.Generator().manual_seed(0)
+        )
+        hashes = torch.zeros(len(table), width + 1, dtype=torch.int64)
+        torch.cumsum(table * weights, 1, out=hashes[:, 1:])
+        self._texts = table.to(target.device)  # [texts, width]
+        # A prefix is known by its hash, sum of token * weight modulo 2^64: comparing every prompt
+        # with every text would take a [R, texts, width] tensor.
+        self._weights = weights.to(target.device)  # [width]
+        self._hashes = hashes.to(target.device)  # [texts, width + 1], of each prefix
         rates = self.config.rates or [1.0]
         padded = [rates[min(i, len(rates) - 1)] for i in range(target.num_speculative_tokens)]
         self._rates = torch.tensor(padded, device=target.device)
@@ -70,20 +80,31 @@ class OracleDrafter(DrafterBase):
         """Find each row's text by its prompt and propose what follows."""
         num_drafts = self.buffers.num_speculative_tokens
         rows = ctx.idx_mapping.long().clamp(min=0)
-        width = min(ctx.state.all_token_ids.shape[1], self._texts.shape[1])
-        tokens = ctx.state.all_token_ids[rows, :width].long()
-        total_len = ctx.state.total_len[rows].long()[:, None]
-        columns = torch.arange(width, device=tokens.device)
-        outside = columns >= ctx.state.prompt_len[rows][:, None]
-        same = (tokens[:, None] == self._texts[None, :, :width]) | outside[:, None]
-        known = same.all(2)
-        text = self._texts[known.int().argmax(1)]
-        position = total_len + torch.arange(num_drafts, device=tokens.device)
+        text, known = self._find(ctx.state, rows)
+        position = ctx.state.total_len[rows].long()[:, None]
+        position = position + torch.arange(num_drafts, device=rows.device)
         drafts = text.gather(1, position.clamp(max=text.shape[1] - 1))
-        usable = known.any(1)[:, None] & (position < text.shape[1])
-        drafts = torch.where(usable & (drafts >= 0), drafts, -1)
+        usable = known[:, None] & (position < text.shape[1]) & (drafts >= 0)
+        drafts = torch.where(usable, drafts, -1)
         if self.config.rates:
-            noise = ctx.noise.uniform(rows.repeat_interleave(num_drafts), position.reshape(-1))
+            repeated = rows[:, None].expand(-1, num_drafts)
+            noise = ctx.noise.uniform(repeated.reshape(-1), position.reshape(-1))
             wrong = noise.view_as(drafts) >= self._rates
-            drafts = torch.where(wrong & (drafts >= 0), (drafts + 1) % self._vocab_size, drafts)
+            drafts = torch.where(wrong & usable, (drafts + 1) % self._vocab_size, drafts)
         scatter_rows(self.buffers.draft_tokens, ctx.idx_mapping, drafts)
+
+    def _find(self, state: StateView, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the first text that begins with each row's prompt.
+
+        Returns:
+            That text [R, width], and whether there is one [R] bool.
+        """
+        width = min(state.all_token_ids.shape[1], self._texts.shape[1])
+        tokens = state.all_token_ids[:, :width].index_select(0, rows).long()
+        prompt_len = state.prompt_len[rows].long()[:, None]
+        outside = torch.arange(width, device=rows.device) >= prompt_len
+        hashes = (torch.where(outside, 0, tokens) * self._weights[:width]).sum(1)
+        prefixes = self._hashes[:, prompt_len[:, 0].clamp(max=width)]  # [texts, R]
+        text = self._texts[(prefixes == hashes).int().argmax(0)]
+        # The hash chooses, the tokens decide: an unknown prompt is never taken for a known one.
+        return text, ((tokens == text[:, :width]) | outside).all(1)

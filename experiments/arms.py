@@ -89,6 +89,21 @@ class Arm:
         return sum(kv.num_bytes for kv in self.engine.runner.kv_caches)
 
     @property
+    def launching(self) -> dict[str, Any]:
+        """Return how the timed steps were launched, and what capturing graphs took.
+
+        `launches` counts parts of steps by name, and "<part> eager: <reason>" for those that no
+        graph held (`runner.cuda_graphs`).
+        """
+        runner = self.engine.runner
+        return {
+            "device": runner.device.type,
+            "graph_scope": runner.config.graph_scope,
+            "launches": dict(runner.graphs.launches),
+            "capture": dataclasses.asdict(runner.graphs.cost),
+        }
+
+    @property
     def accepted_length(self) -> float:
         """Return committed tokens per verification step so far, bonus included."""
         steps = sum(t.stats.num_verify_steps for t in self.turns)
@@ -218,7 +233,7 @@ def build_engine(
 
 
 def build_arm(spec: ArmSpec, config: RunConfig, target: LoadedTarget) -> Arm:
-    """Build an arm and run its untimed warm-up, which leaves no trace."""
+    """Build an arm and run its untimed warm-up, which leaves no trace and counts no launch."""
     trace = StepTrace()
     arm = Arm(spec, build_engine(spec, config, target), trace)
     if config.warmup_tokens:
@@ -233,6 +248,7 @@ def build_arm(spec: ArmSpec, config: RunConfig, target: LoadedTarget) -> Arm:
         while arm.engine.has_requests:
             arm.engine.step()
     arm.engine.trace = trace
+    arm.engine.runner.graphs.launches.clear()
     return arm
 
 

@@ -1,31 +1,56 @@
-"""Record figures: `python -m experiments.bench bench=generate files=[a.jsonl,b.jsonl]`."""
+"""Record figures: `python -m experiments.bench bench=generate files=[a.jsonl,b.jsonl]`.
+
+Each bench is a module of its own that needs no Hydra; here it gets its options, its tables and its
+record: JSON with provenance in the run's folder, and where `record` says.
+"""
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import shlex
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import numpy as np
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from experiments.bench_attention import (
+    BATCHES,
+    CONTEXTS,
+    QUERY_LENS,
+    SHAPES,
+    AttentionBenchCase,
+    measure_read_ceiling,
+    run_attention_bench,
+)
 from experiments.bench_generate import (
     GenerateBenchConfig,
     run_generate_bench,
     summarise_generate_bench,
 )
-from experiments.cli import hydra_app
+from experiments.bench_host import run_host_bench
+from experiments.bench_step import StepBenchConfig, run_step_bench
+from experiments.bench_tables import attention_tables, generate_tables, line_tables, step_tables
+from experiments.cli import SCHEMA_SUFFIX, hydra_app, unknown_name
 from experiments.prompts import Question, builtin_questions, load_questions, select_questions
 from experiments.provenance import collect_provenance
+from experiments.schemas import check_known, fillable
 from runner.loader import resolve_device, resolve_dtype
+from specdec.errors import ConfigError
 from specdec.log import setup_logging
+
+_TABLE_WIDTH = 120
 
 
 @dataclass
@@ -34,13 +59,94 @@ class BenchAppConfig:
 
     Args:
         bench: which bench, and its parameters.
-        files: question files; empty takes the project's own questions.
+        files: question files of `bench=generate`; empty takes the project's own questions.
         record: where the JSON record goes beside the run's folder.
     """
 
-    bench: GenerateBenchConfig = field(default_factory=GenerateBenchConfig)
+    bench: Any = MISSING
     files: list[str] = field(default_factory=list)
     record: str | None = None
+
+
+@dataclass
+class AttentionBenchConfig:
+    """What `bench=attention` runs: every combination that fits the device's memory.
+
+    Args:
+        device: a CUDA device.
+        dtype: of queries, keys and values.
+        shapes: of the model's heads: 8b, 135m.
+        batches: requests.
+        contexts: tokens of each request.
+        query_lens: query tokens of each request.
+        bound: what the host knows of the contexts, as in a captured graph; None = them.
+    """
+
+    name: str = "attention"
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    shapes: list[str] = field(default_factory=lambda: list(SHAPES))
+    batches: list[int] = field(default_factory=lambda: list(BATCHES))
+    contexts: list[int] = field(default_factory=lambda: list(CONTEXTS))
+    query_lens: list[int] = field(default_factory=lambda: list(QUERY_LENS))
+    bound: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check names and counts."""
+        for shape in self.shapes:
+            if shape not in SHAPES:
+                raise ConfigError(f"bench.shapes: {unknown_name('shape', shape, list(SHAPES))}")
+        for name in ("batches", "contexts", "query_lens"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ConfigError(f"bench.{name}={getattr(self, name)} is not allowed; give >= 1")
+        longest = max(self.contexts, default=1)
+        if max(self.query_lens, default=1) > min(self.contexts, default=1):
+            raise ConfigError(
+                f"bench.query_lens={self.query_lens} is not allowed; give at most the shortest of "
+                f"bench.contexts={self.contexts}"
+            )
+        if self.bound is not None and self.bound < longest:
+            raise ConfigError(f"bench.bound={self.bound} is not allowed; give >= {longest}")
+
+
+@dataclass
+class HostBenchConfig:
+    """What `bench=host` runs, on the CPU.
+
+    Args:
+        batch_sizes: requests a step.
+        num_blocks: blocks of steps measured.
+        steps_a_block: steps a block.
+    """
+
+    name: str = "host"
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
+    num_blocks: int = 40
+    steps_a_block: int = 50
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        for name in ("batch_sizes", "num_blocks", "steps_a_block"):
+            value = getattr(self, name)
+            if min(value if isinstance(value, list) else [value], default=0) < 1:
+                raise ConfigError(f"bench.{name}={value} is not allowed; give >= 1")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench of this app.
+
+    Args:
+        config_cls: its options.
+        run: takes its options, the question files and the run's folder; returns its record.
+        tables: lays a record out for a terminal.
+        takes_files: whether question files mean something to it.
+    """
+
+    config_cls: type
+    run: Callable[[Any, list[str], Path], dict[str, Any]]
+    tables: Callable[[Mapping[str, Any]], list[Table]]
+    takes_files: bool = False
 
 
 def bench_questions(files: list[str], per_category: int) -> list[Question]:
@@ -62,83 +168,127 @@ def bench_questions(files: list[str], per_category: int) -> list[Question]:
     return chosen
 
 
-def bench_task(cfg: DictConfig) -> None:
-    """Run a composed bench, print its table and write its record."""
-    setup_logging()
-    config = OmegaConf.to_object(cfg)
-    assert isinstance(config, BenchAppConfig), type(config)
-    hydra_config = HydraConfig.get()
-    command = "python -m experiments.bench " + shlex.join(hydra_config.overrides.task)
-    for name in config.files:  # a record is published: it names no folder of this machine
-        command = command.replace(name, os.path.relpath(name))
-    bench = config.bench
-    device = resolve_device(bench.device)
-    provenance = collect_provenance(
-        command.strip(), seed=0, device=device, dtype=resolve_dtype(bench.dtype, device)
-    )
-    questions = bench_questions(config.files, bench.per_category)
-    rows = run_generate_bench(bench, questions)
-    summary = summarise_generate_bench(rows)
+def _generate(config: GenerateBenchConfig, files: list[str], folder: Path) -> dict[str, Any]:
+    rows = run_generate_bench(config, bench_questions(files, config.per_category))
+    rows.to_parquet(folder / "rows.parquet", index=False)
     sums = rows.pivot_table(
         index=["arm", "category"],
         values=["num_tokens", "wall_s", "num_steps", "num_verify_tokens"],
         aggfunc="sum",
     )
-    record = {
-        "bench": bench.name,
-        "provenance": provenance,
-        "config": dataclasses.asdict(bench) | {"files": [Path(f).name for f in config.files]},
-        "summary": _records(summary),
-        "by_category": _records(sums.reset_index()),
+    return {
+        "config": dataclasses.asdict(config) | {"files": [Path(f).name for f in files]},
+        "summary": summarise_generate_bench(rows).to_dict("records"),
+        "by_category": sums.reset_index().to_dict("records"),
     }
+
+
+def _attention(config: AttentionBenchConfig, files: list[str], folder: Path) -> dict[str, Any]:
+    device = resolve_device(config.device)
+    if device.type != "cuda":
+        raise ConfigError("bench=attention measures a kernel on a GPU; give a CUDA device")
+    dtype = resolve_dtype(config.dtype, device)
+    cases = [
+        AttentionBenchCase(*values, bound=config.bound, dtype=dtype)
+        for values in itertools.product(
+            config.shapes, config.batches, config.contexts, config.query_lens
+        )
+    ]
+    with torch.cuda.device(device):
+        ceiling = measure_read_ceiling(device)
+        lines = run_attention_bench(cases, device, ceiling)
+    return {
+        "config": dataclasses.asdict(config),
+        "read_ceiling_gb_per_s": ceiling,
+        "lines": lines,
+    }
+
+
+def _host(config: HostBenchConfig, files: list[str], folder: Path) -> dict[str, Any]:
+    lines = run_host_bench(config.batch_sizes, config.num_blocks, config.steps_a_block)
+    return {"config": dataclasses.asdict(config), "lines": lines}
+
+
+BENCHES = {
+    "generate": Bench(GenerateBenchConfig, _generate, generate_tables, takes_files=True),
+    "attention": Bench(AttentionBenchConfig, _attention, attention_tables),
+    "host": Bench(HostBenchConfig, _host, line_tables),
+    "step": Bench(StepBenchConfig, lambda config, *_: run_step_bench(config), step_tables),
+}
+
+
+def load_bench(cfg: DictConfig) -> tuple[Bench, Any, BenchAppConfig]:
+    """Turn a composed configuration into a bench, its checked options and the app's.
+
+    Raises:
+        ConfigError: one sentence that names the key, the value and what is allowed.
+    """
+    app = OmegaConf.to_object(cfg)
+    assert isinstance(app, BenchAppConfig), type(app)
+    check_known(vars(app), [f.name for f in dataclasses.fields(app)], "")
+    values = dict(vars(app.bench)) if dataclasses.is_dataclass(app.bench) else {}
+    name = values.get("name")
+    if not isinstance(name, str) or name not in BENCHES:
+        raise ConfigError(unknown_name("bench", str(name), list(BENCHES)))
+    bench = BENCHES[name]
+    check_known(values, [f.name for f in dataclasses.fields(bench.config_cls)], "bench.")
+    if app.files and not bench.takes_files:
+        raise ConfigError(f"files={app.files} mean nothing to bench={name}; leave them out")
+    return bench, bench.config_cls(**values), app
+
+
+def bench_task(cfg: DictConfig) -> None:
+    """Run a composed bench, print its tables and write its record."""
+    setup_logging()
+    bench, config, app = load_bench(cfg)
+    hydra_config = HydraConfig.get()
+    command = "python -m experiments.bench " + shlex.join(hydra_config.overrides.task)
+    # A record is published: it names no folder of this machine.
+    for name in (*app.files, *([app.record] if app.record else [])):
+        command = command.replace(name, os.path.relpath(name))
+    device = resolve_device(getattr(config, "device", "cpu"))
+    dtype = resolve_dtype(getattr(config, "dtype", "float32"), device)
+    provenance = collect_provenance(command.strip(), seed=0, device=device, dtype=dtype)
     folder = Path(hydra_config.runtime.output_dir)
-    rows.to_parquet(folder / "rows.parquet", index=False)
-    targets = [folder / "bench.json"] + ([Path(config.record)] if config.record else [])
+    started = time.monotonic()
+    record = bench.run(config, app.files, folder)
+    provenance["duration_s"] = round(time.monotonic() - started, 1)
+    record = plain({"bench": config.name, "provenance": provenance, **record})
+    targets = [folder / "bench.json"] + ([Path(app.record)] if app.record else [])
     for target in targets:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(record, indent=2) + "\n")
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(record["summary"]))
+        target.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    for table in bench.tables(record):
+        console.print(table)
     print("record", *targets)
 
 
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a frame's rows as plain values, null for what is not a number."""
-    return json.loads(frame.to_json(orient="records") or "[]")
+def plain(value: Any) -> Any:
+    """Return a record as JSON has it: null for what is not a number."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
-def _table(summary: list[dict[str, Any]]) -> Table:
-    """Lay out the summary for a terminal."""
-    table = Table(title="generate: factors with 95 % bootstrap intervals over prompts")
-    for name in (
-        "arm",
-        "tokens/s",
-        "accepted length",
-        "over transformers",
-        "over none",
-        "same text",
-    ):
-        table.add_column(name, justify="left" if name == "arm" else "right")
-    for line in summary:
-        length = line["accepted_length"]
-        table.add_row(
-            line["arm"],
-            f"{line['tokens_per_s']:.1f}",
-            "" if length is None else f"{length:.2f}",
-            *(
-                f"{line[f'over_{base}']:.2f} [{line[f'over_{base}_low']:.2f}, "
-                f"{line[f'over_{base}_high']:.2f}]"
-                for base in ("transformers", "none")
-            ),
-            f"{line['same_text']}/{line['num_prompts']}",
-        )
-    return table
+def register_benches() -> None:
+    """Store the app's schema and every bench's in Hydra's ConfigStore."""
+    store = ConfigStore.instance()
+    store.store(name=f"bench_app{SCHEMA_SUFFIX}", node=BenchAppConfig)
+    for name, bench in BENCHES.items():
+        node = fillable(bench.config_cls)
+        store.store(group="bench", name=f"{name}{SCHEMA_SUFFIX}", node=node)
 
 
 def main() -> int:
     """Run the app on the command line; returns the exit code."""
-    store = ConfigStore.instance()
-    store.store(name="bench_app_schema", node=BenchAppConfig)
-    store.store(group="bench", name="generate_schema", node=GenerateBenchConfig)
+    register_benches()
     return hydra_app("bench", bench_task)
 
 

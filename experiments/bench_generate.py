@@ -9,10 +9,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +21,9 @@ from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.log import progress
 from specdec.types import SamplingParams
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,16 @@ class GenerateBenchConfig:
 Arm = Callable[[list[int]], tuple[list[int], float, dict[str, float]]]
 
 
-def run_generate_bench(config: GenerateBenchConfig, questions: list[Question]) -> pd.DataFrame:
+def run_generate_bench(config: GenerateBenchConfig, questions: list[Question]) -> "pd.DataFrame":
+    """Return `generate_bench_rows` as a frame."""
+    import pandas as pd
+
+    return pd.DataFrame(generate_bench_rows(config, questions))
+
+
+def generate_bench_rows(
+    config: GenerateBenchConfig, questions: list[Question]
+) -> list[dict[str, Any]]:
     """Run every arm on the first turn of every question.
 
     Returns:
@@ -107,7 +118,7 @@ def run_generate_bench(config: GenerateBenchConfig, questions: list[Question]) -
             for row in rows[-len(names) :]:
                 row["same_text"] = texts[row["arm"]] == texts["transformers"]
             bar.advance()
-    return pd.DataFrame(rows)
+    return rows
 
 
 def _arms(
@@ -176,7 +187,7 @@ def _our_arm(
     return run
 
 
-def summarise_generate_bench(rows: pd.DataFrame, num_resamples: int = 2000) -> pd.DataFrame:
+def summarise_generate_bench(rows: "pd.DataFrame", num_resamples: int = 2000) -> "pd.DataFrame":
     """Summarise the bench: tokens/s, accepted length, and factors with 95 % bootstrap intervals.
 
     Args:
@@ -187,6 +198,8 @@ def summarise_generate_bench(rows: pd.DataFrame, num_resamples: int = 2000) -> p
         One row per arm: tokens_per_s, accepted_length, and the factors over transformers' greedy
         generate and over our autoregressive arm, each with the ends of its interval.
     """
+    import pandas as pd
+
     # Every arm ran the questions in the same order, so that one draw picks the same ones of each.
     arms: dict[str, Any] = {arm: rows[rows["arm"] == arm] for arm in rows["arm"].unique()}
     num_prompts = len(rows["question_id"].unique())

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from experiments.arms import ArmSpec, Turn, build_engine, groups_of, play, request_seed
 from experiments.prompts import Question, select_questions
 from experiments.schemas import RunConfig
-from runner.attention import build_attention_metadata
+from runner.attention import single_request_metadata
 from runner.loader import LoadedTarget, load_target
 from runner.models.hf import HFModel
 from sampler.noise import STREAM_TARGET, mix_seed, noise_gumbel, noise_key
@@ -172,16 +171,7 @@ class TargetProbe:
         start = 0
         for end in ends:
             positions = torch.arange(start, end, device=device)
-            metadata = build_attention_metadata(
-                kv,
-                block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-                idx_mapping=torch.zeros(1, dtype=torch.int32, device=device),
-                query_lens_np=np.array([end - start]),
-                positions=positions,
-                seq_lens=torch.full((1,), end, dtype=torch.int32, device=device),
-                slot_mapping=positions,
-                max_seq_len=end,
-            )
+            metadata = single_request_metadata(kv, positions, end)
             hidden = model.forward(tokens[start:end], positions, metadata)
             keep = max(len(token_ids) - _NOISE_POSITIONS, start)
             if keep < end:  # logits of a whole prompt would take gigabytes

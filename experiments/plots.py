@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments.tables import category_label
+from experiments.tables import category_label, shown_phases
 from specdec.metrics import PHASES
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; grey is the baseline's.
@@ -90,8 +90,8 @@ def write_plots(
             _write(
                 folder / "time_split.png",
                 "Milliseconds per decode step, by phase",
-                f"Stacked bars of milliseconds per decode step by phase ({', '.join(PHASES)}); "
-                "the numbers are in the table below.",
+                "Stacked bars of milliseconds per decode step by phase "
+                f"({', '.join(shown_phases(times))}); the numbers are in the table below.",
                 _time_split(times),
             ),
             _write(
@@ -159,9 +159,10 @@ def _time_split(times: pd.DataFrame) -> Figure:
     figure, (axes,) = _figure(1.6 + 0.42 * len(times))
     places = np.arange(len(times))
     left = np.zeros(len(times))
-    for index, phase in enumerate(PHASES):
+    phases = shown_phases(times)
+    for phase in phases:
         mean_ms = times[f"{phase}_ms"].fillna(0.0).to_numpy(np.float64)
-        axes.barh(places, mean_ms, left=left, height=0.62, color=_COLORS[index], label=phase)
+        axes.barh(places, mean_ms, left=left, height=0.62, color=_phase_color(phase), label=phase)
         left += mean_ms
     for place, total in zip(places, left, strict=True):
         axes.annotate(
@@ -174,7 +175,7 @@ def _time_split(times: pd.DataFrame) -> Figure:
     axes.set_xlim(0, 1.2 * left.max(initial=0.0) or 1.0)
     _name_places(axes, list(times["arm"]))
     axes.set_xlabel("milliseconds per decode step")
-    _legend(figure, axes, columns=len(PHASES))
+    _legend(figure, axes, columns=len(phases))
     return figure
 
 
@@ -279,6 +280,10 @@ def _say(axes: Axes, text: str) -> None:
 
 def _color(index: int) -> str:
     return _COLORS[(index - 1) % len(_COLORS)] if index else _BASELINE_COLOR
+
+
+def _phase_color(phase: str) -> str:
+    return _COLORS[PHASES.index(phase)]
 
 
 def _hatch(index: int) -> str:

@@ -21,6 +21,7 @@ from experiments.plots import write_plots
 from experiments.tables import render_table
 from specdec.errors import CapacityError, ConfigError, SpecdecError
 from specdec.metrics import (
+    idle_positions,
     position_table,
     summarise_arms,
     summarise_categories,
@@ -35,6 +36,8 @@ _TABLES = {
 }
 _TEXTS = ("arms.json", "provenance.json", "config.yaml")
 _ARM_KEYS = {"arm", "drafter", "k", "verifier", "temperature", "lossless", "verdict"}
+_ARM_KEYS |= {"device", "graph_scope", "launches", "capture"}
+_CAPTURE_KEYS = {"num_graphs", "seconds", "num_bytes"}
 _VERDICT_KEYS = {"status", "dtype", "num_compared", "num_equal", "note"}
 
 
@@ -100,6 +103,7 @@ def _check_arms(path: Path, arms: Any) -> None:
     for arm in arms:
         _check_names(path, sorted(_ARM_KEYS), arm)
         _check_names(path, sorted(_VERDICT_KEYS), arm["verdict"])
+        _check_names(path, sorted(_CAPTURE_KEYS), arm["capture"])
     names = [arm["arm"] for arm in arms]
     if len(set(names)) < len(names):
         raise ConfigError(f"{path} names an arm twice: {names}; every arm needs a name of its own")
@@ -130,6 +134,7 @@ def _write_report(run: Run, folder: Path) -> Path:
     categories = summarise_categories(run.requests, run.timings, run.arms)
     positions = position_table(run.requests, run.arms)
     times = time_split(run.requests, run.steps, run.arms)
+    idle = idle_positions(run.requests, run.steps, run.arms)
     summary.to_csv(folder / "summary.csv", index=False)
     categories.to_csv(folder / "categories.csv", index=False)
     plots = write_plots(folder / "plots", summary, categories, positions, times)
@@ -148,6 +153,8 @@ def _write_report(run: Run, folder: Path) -> Path:
         categories=tables.category_tables(categories),
         positions=tables.position_lines(positions),
         times=tables.time_lines(times),
+        launches=tables.launch_lines(run.arms),
+        idle=tables.idle_lines(idle, run.arms),
         verdicts=tables.verdict_table(summary),
         plots={plot.name: plot for plot in plots},
         timed_dtype=run.provenance.get("dtype", "the timed dtype"),

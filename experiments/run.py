@@ -149,7 +149,8 @@ def _time_arms(
                     f"{arm.spec.name}: {arm.tokens_per_s:.1f} tokens/s, "
                     f"accepted length {arm.accepted_length:.2f}"
                 )
-            run.folder.flush_if_due(arms)
+            if run.folder.flush_if_due(arms):
+                run.folder.write_json("arms.json", _with_verdicts(_entries(run, arms), verdicts))
             run.tracker.log(_progress_metrics(arms), step=index)
     if not arms[0].turns:
         raise CapacityError(
@@ -159,7 +160,16 @@ def _time_arms(
     entries = _entries(run, arms)
     run.folder.write_json("arms.json", _with_verdicts(entries, verdicts))
     run.folder.flush(arms)
+    _log_launches(entries)
     return entries
+
+
+def _log_launches(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Tell what graphs held of the timed steps and what ran eager, where graphs were wanted."""
+    for entry in entries:
+        if entry["graph_scope"] != "none":
+            counts = "; ".join(f"{n} x {what}" for what, n in sorted(entry["launches"].items()))
+            logger.info("steps of %s: %s", entry["arm"], counts or "none")
 
 
 def _entries(run: _Run, arms: Sequence[Arm]) -> list[dict[str, Any]]:
@@ -176,6 +186,7 @@ def _entries(run: _Run, arms: Sequence[Arm]) -> list[dict[str, Any]]:
             "lossless": bool(verifier.entry.cls(verifier.config).lossless),
             "kv_bytes": arm.kv_bytes,
             "num_skipped": arm.num_skipped,
+            **arm.launching,
         }
         for arm in arms
     ]
@@ -199,13 +210,14 @@ def _report(run: _Run) -> RunResult:
     """Build the report from the run folder and hand the summary to the tracker."""
     # Here, because matplotlib is slow to import and a mistyped key should be told at once.
     from experiments.report import build_report, load_run, read_tables, render_table
-    from specdec.metrics import PHASES, time_split
+    from specdec.metrics import PHASES, idle_positions, time_split
 
     path = run.folder.path
     report = build_report(path)
     summary, categories = read_tables(path)
     traces = load_run(path)
-    times = time_split(traces.requests, traces.steps, traces.arms)
+    parts = traces.requests, traces.steps, traces.arms
+    times, idle = time_split(*parts), idle_positions(*parts)
     metrics: dict[str, float] = {}
     for row in summary.to_dict("records"):
         metrics[f"accept/length/{row['arm']}"] = row["accepted_length"]
@@ -214,6 +226,9 @@ def _report(run: _Run) -> RunResult:
         metrics[f"speed/speedup/{row['arm']}"] = row["speedup"]
     for row in times.to_dict("records"):
         metrics |= {f"time/{phase}_ms/{row['arm']}": row[f"{phase}_ms"] for phase in PHASES}
+    for row in idle.to_dict("records"):
+        for name in ("padding_share", "idle_share"):
+            metrics[f"positions/{name}/{row['arm']}"] = row[name]
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}
     run.tracker.log(known, step=len(run.questions))
     run.tracker.log_table("arms", summary.to_dict("records"))  # pyright: ignore[reportArgumentType]

@@ -47,10 +47,12 @@ class RunFolder:
         """Write a Parquet file."""
         self._replace(name, lambda path: frame.to_parquet(path, index=False))
 
-    def flush_if_due(self, arms: Sequence[Arm]) -> None:
-        """Write traces, timings and texts, unless that was done a moment ago."""
-        if time.monotonic() >= self._next_flush:
+    def flush_if_due(self, arms: Sequence[Arm]) -> bool:
+        """Write traces, timings and texts, unless that was done a moment ago; return whether."""
+        is_due = time.monotonic() >= self._next_flush
+        if is_due:
             self.flush(arms)
+        return is_due
 
     def flush(self, arms: Sequence[Arm]) -> None:
         """Write traces, timings and texts of all arms so far."""

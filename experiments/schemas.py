@@ -284,7 +284,7 @@ def load_plugin(kind: str, given: Any, where: str) -> Plugin:
         raise ConfigError(f"{where} needs a key 'name'; known: {', '.join(known_names(kind))}")
     config_cls = resolve(kind, name).config_cls
     known = [f.name for f in _init_fields(config_cls)]
-    _check_known({k: v for k, v in values.items() if k != "name"}, known, f"{where}.")
+    check_known({k: v for k, v in values.items() if k != "name"}, known, f"{where}.")
     own = {k: v for k, v in values.items() if k in known}
     try:
         typed = OmegaConf.merge(OmegaConf.structured(fillable(config_cls)), own)
@@ -305,7 +305,7 @@ def load_plugin(kind: str, given: Any, where: str) -> Plugin:
 def _load_engine(config: RunConfig) -> EngineConfig:
     """Return the engine's configuration, with as many rows as requests run together."""
     values = _as_mapping(config.engine, "engine")
-    _check_known(values, [f.name for f in dataclasses.fields(EngineConfig)], "engine.")
+    check_known(values, [f.name for f in dataclasses.fields(EngineConfig)], "engine.")
     engine = EngineConfig(**values)
     rows = engine.max_num_reqs
     if rows is not None and rows < config.batch_size:
@@ -343,7 +343,7 @@ def _check_pairings(config: RunConfig) -> None:
 def _load_compare(item: Any, index: int) -> CompareConfig:
     where = f"compare[{index}]"
     values = _as_mapping(item, where)
-    _check_known(values, [f.name for f in dataclasses.fields(CompareConfig)], f"{where}.")
+    check_known(values, [f.name for f in dataclasses.fields(CompareConfig)], f"{where}.")
     if "drafter" not in values:
         raise ConfigError(f"{where} needs a key 'drafter', for instance {{name: ngram}}")
     num_drafts = values.get("num_speculative_tokens")
@@ -368,7 +368,12 @@ def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if f.init]
 
 
-def _check_known(values: Mapping[str, Any], known: list[str], where: str) -> None:
+def check_known(values: Mapping[str, Any], known: list[str], where: str) -> None:
+    """Refuse a key that is not known; `where` is put before it ("engine.").
+
+    Raises:
+        ConfigError: names the key and the nearest that is known.
+    """
     for key in values:
         if key not in known:
             raise ConfigError(unknown_name("key", key, known, shown=f"{where}{key}"))
@@ -376,7 +381,7 @@ def _check_known(values: Mapping[str, Any], known: list[str], where: str) -> Non
 
 def _check_keys(value: Any, where: str = "") -> None:
     """Refuse keys that a `+` added to a schema: OmegaConf lets them through."""
-    _check_known(vars(value), [f.name for f in dataclasses.fields(value)], where)
+    check_known(vars(value), [f.name for f in dataclasses.fields(value)], where)
     for key, inner in vars(value).items():
         # What is typed `Any` here is checked where it is turned into its own class.
         if dataclasses.is_dataclass(inner) and key not in ("drafter", "verifier", "engine"):

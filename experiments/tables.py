@@ -16,6 +16,7 @@ from rich.table import Table
 from specdec.metrics import PHASES
 
 _TERMINAL_WIDTH = 120
+_PARTS = ("step", "target", "draft", "propose")  # of a step, see `runner.cuda_graphs`
 _NOT_LOSSLESS = ("different", "lossy")
 
 
@@ -170,16 +171,76 @@ def position_lines(positions: pd.DataFrame) -> HtmlTable:
 
 def time_lines(times: pd.DataFrame) -> HtmlTable:
     """Return the time split, one line per arm."""
+    shown = shown_phases(times)
     rows: list[list[str]] = []
     for row in times.to_dict("records"):
-        phases = [
-            f"{_number(row[f'{phase}_ms'], '{:.2f}')} ({_number(row[f'{phase}_share'], '{:.0%}')})"
-            for phase in PHASES
-        ]
+        phases = [_phase_text(row, phase) for phase in shown]
         step_ms = _number(row["step_ms"], "{:.2f}")
         rows.append([str(row["arm"]), str(row["num_steps"]), *phases, step_ms])
-    headers = ["Arm", "Decode steps", *(f"{phase}, ms" for phase in PHASES), "Whole step, ms"]
+    headers = ["Arm", "Decode steps", *(f"{phase}, ms" for phase in shown), "Whole step, ms"]
     caption = "Mean milliseconds per decode step, and the share of each phase."
+    if "launch" in shown:
+        caption += (
+            " Launch: launches that held several phases; a dash: a phase that only ran in those."
+        )
+    return HtmlTable(caption, headers, rows)
+
+
+def shown_phases(times: pd.DataFrame) -> list[str]:
+    """Return the phases to show: "launch" only where a launch held several phases."""
+    launch_ms = sum(ms for ms in times["launch_ms"] if math.isfinite(ms))
+    return [phase for phase in PHASES if phase != "launch" or launch_ms > 0]
+
+
+def _phase_text(row: Mapping[Any, Any], phase: str) -> str:
+    """Return `milliseconds (share)`, or a dash."""
+    if not math.isfinite(row[f"{phase}_ms"]):
+        return "-"
+    return f"{row[f'{phase}_ms']:.2f} ({_number(row[f'{phase}_share'], '{:.0%}')})"
+
+
+def launch_lines(arms: Sequence[Mapping[str, Any]]) -> HtmlTable:
+    """Return what was launched and what ran eager, one line per arm, part and reason.
+
+    Args:
+        arms: entries of arms.json.
+    """
+    rows: list[list[str]] = []
+    for arm in arms:
+        kept = "one graph" if arm["device"] == "cuda" else "fixed shape, no graph"
+        lines = []
+        for what, count in arm["launches"].items():
+            part, is_eager, reason = what.partition(" eager: ")
+            place = _PARTS.index(part) if part in _PARTS else len(_PARTS)
+            how = "eager" if is_eager else kept
+            lines.append((place, bool(is_eager), -count, [part, how, str(count), reason or "-"]))
+        first = [str(arm["arm"]), str(arm["graph_scope"])]
+        rows += [[*first, *cells] for *_, cells in sorted(lines)]
+    headers = ["Arm", "Graph scope", "Part of the step", "Ran as", "Times", "Why eager"]
+    caption = "How often each part of a timed step was launched, prompt tokens' steps included."
+    return HtmlTable(caption, headers, rows, text_columns=(0, 1, 2, 3, 5), group_by=0)
+
+
+def idle_lines(idle: pd.DataFrame, arms: Sequence[Mapping[str, Any]]) -> HtmlTable:
+    """Return what graphs and their fixed shapes cost, one line per arm.
+
+    Args:
+        idle: from `specdec.metrics.idle_positions`.
+        arms: entries of arms.json, in the same order.
+    """
+    rows: list[list[str]] = []
+    for row, arm in zip(idle.to_dict("records"), arms, strict=True):
+        capture = arm["capture"]
+        captured = ["-", "-", "-"]
+        if capture["num_graphs"]:
+            captured = [str(capture["num_graphs"]), f"{capture['num_bytes'] / 2**20:.1f}"]
+            captured.append(f"{capture['seconds']:.1f}")
+        shares = ("padding_share", "undrafted_share", "idle_share")
+        shown = [_number(row[name], "{:.1%}") for name in shares]
+        rows.append([str(row["arm"]), str(row["num_computed"]), *shown, *captured])
+    headers = ["Arm", "Positions computed", "Padding", "Undrafted", "Computed for nothing"]
+    headers += ["Captured", "Captured, MiB", "Capturing, s"]
+    caption = "Positions that the target computed in decode steps, and what capturing took."
     return HtmlTable(caption, headers, rows)
 
 

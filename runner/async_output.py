@@ -1,57 +1,214 @@
-"""Bring a step's outcome to the host without stopping the device's stream."""
+"""Bring a step's outcome to the host: the step's own kernel writes it into pinned memory.
+
+The outcome goes to the next place of a ring, named by a step counter on the device, so that a
+captured step publishes to another place every time it is replayed. No copy, no second stream: the
+host records one event behind the step, and waits for it when it needs the outcome, after it has
+enqueued the next step. A place is used again only after its outcome was read, which is asserted.
+"""
+
+# A launch gives plain integers to parameters annotated tl.constexpr.
+# pyright: reportArgumentType=false
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from runner.dispatch import use_triton
+
+_NUM_COUNTS = 4
 
 
 @dataclass(frozen=True)
 class StepOutput:
     """A step's outcome on the host, one entry a place."""
 
-    sampled_tokens: np.ndarray  # [R, W] int64
+    sampled_tokens: np.ndarray  # [R, W] int32
     num_sampled: np.ndarray  # [R]
     num_rejected: np.ndarray  # [R], -1 positions included
     num_judged: np.ndarray  # [R], valid drafts that this step judged
     num_drafts: np.ndarray  # [R], valid drafts proposed for the next step
 
 
-class AsyncOutput:
-    """A copy in flight from the device to pinned host memory.
+@dataclass(frozen=True)
+class StepTensors:
+    """What a step's verification leaves on the device, one entry a place."""
 
-    The copy runs on a side stream behind everything enqueued so far; `wait` blocks on its event
-    only. On a CPU the values are copied at once.
+    sampled_tokens: Tensor  # [R, W] int64, -1 after num_sampled
+    num_sampled: Tensor  # [R] int32
+    num_rejected: Tensor  # [R] int32
+    num_judged: Tensor  # [R] int32
+    num_drafts: Tensor  # [R] int32, written once the drafter has proposed
+
+
+@triton.jit
+def _publish_output_kernel(
+    step_ptr,  # [1] int32
+    sampled_tokens_ptr,  # [R, W] int64
+    sampled_tokens_stride,
+    num_sampled_ptr,  # [R] int32, as the other counts
+    num_rejected_ptr,
+    num_judged_ptr,
+    num_drafts_ptr,
+    ring_ptr,  # [depth, max_num_reqs + 1, 4 + max_width] int32, pinned, out
+    ring_stride,
+    line_stride,
+    depth,
+    width,
+    WIDTH: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    step = tl.load(step_ptr)
+    ring = ring_ptr + (step % depth).to(tl.int64) * ring_stride
+    # The first line names the step, so that the host can tell whose outcome it reads.
+    if place == 0:
+        tl.store(ring, step)
+    line = ring + (place + 1) * line_stride
+    tl.store(line, tl.load(num_sampled_ptr + place))
+    tl.store(line + 1, tl.load(num_rejected_ptr + place))
+    tl.store(line + 2, tl.load(num_judged_ptr + place))
+    tl.store(line + 3, tl.load(num_drafts_ptr + place))
+    j = tl.arange(0, WIDTH)
+    pointers = sampled_tokens_ptr + place * sampled_tokens_stride + j
+    tokens = tl.load(pointers, mask=j < width, other=-1)
+    tl.store(line + 4 + j, tokens.to(tl.int32), mask=j < width)
+
+
+def publish_output(step: Tensor, outcome: StepTensors, ring: Tensor) -> None:
+    """Write a step's outcome to its place of the ring.
 
     Args:
-        sampled_tokens: [R, W] int64.
-        counts: [4, R] int32: num_sampled, num_rejected, num_judged, num_drafts.
-        copy_stream: side stream, None on a CPU.
+        step: [1] int32, steps so far, this one included.
+        outcome: on the device.
+        ring: [depth, max_num_reqs + 1, 4 + max_width] int32, pinned on a GPU: line 0 of a place
+            begins with the step, line 1 + batch_idx holds num_sampled, num_rejected, num_judged,
+            num_drafts and the sampled tokens.
+    """
+    if not use_triton(step):
+        publish_output_ref(step, outcome, ring)
+        return
+    num_reqs, width = outcome.sampled_tokens.shape
+    _publish_output_kernel[(num_reqs,)](
+        step,
+        outcome.sampled_tokens,
+        outcome.sampled_tokens.stride(0),
+        outcome.num_sampled,
+        outcome.num_rejected,
+        outcome.num_judged,
+        outcome.num_drafts,
+        ring,
+        ring.stride(0),
+        ring.stride(1),
+        ring.shape[0],
+        width,
+        WIDTH=triton.next_power_of_2(width),
+    )
+
+
+def publish_output_ref(step: Tensor, outcome: StepTensors, ring: Tensor) -> None:
+    """Torch twin of `publish_output`."""
+    num_reqs, width = outcome.sampled_tokens.shape
+    place = ring[int(step) % len(ring)]
+    place[0, 0] = step[0]
+    lines = place[1 : num_reqs + 1]
+    counts = (outcome.num_sampled, outcome.num_rejected, outcome.num_judged, outcome.num_drafts)
+    lines[:, :_NUM_COUNTS] = torch.stack(counts, 1)
+    lines[:, _NUM_COUNTS : _NUM_COUNTS + width] = outcome.sampled_tokens.int()
+
+
+class OutputRing:
+    """Places for the outcomes of the steps in flight.
+
+    Args:
+        depth: places; more than there are steps in flight.
+        max_num_reqs: places of a batch at most.
+        max_width: tokens that a place can commit in a step.
+        device: where the steps run.
     """
 
-    def __init__(
-        self, sampled_tokens: Tensor, counts: Tensor, copy_stream: "torch.cuda.Stream | None"
-    ) -> None:
-        self._event: torch.cuda.Event | None = None
-        if copy_stream is None:
-            self._tokens, self._counts = sampled_tokens.clone(), counts.clone()
-            return
-        copy_stream.wait_stream(torch.cuda.current_stream(sampled_tokens.device))
-        with torch.cuda.stream(copy_stream):
-            self._tokens = torch.empty_like(sampled_tokens, device="cpu", pin_memory=True)
-            self._counts = torch.empty_like(counts, device="cpu", pin_memory=True)
-            self._tokens.copy_(sampled_tokens, non_blocking=True)
-            self._counts.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(copy_stream)
-        # The sources may be freed while the side stream still reads them.
-        sampled_tokens.record_stream(copy_stream)
-        counts.record_stream(copy_stream)
+    def __init__(self, depth: int, max_num_reqs: int, max_width: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        shape = (depth, max_num_reqs + 1, _NUM_COUNTS + max_width)
+        self.tensor = torch.full(shape, -1, dtype=torch.int32, pin_memory=on_gpu)
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.depth = depth
+        self._lines = self.tensor.numpy()
+        self.events = [torch.cuda.Event() for _ in range(depth)] if on_gpu else []
+        self._stream = torch.cuda.current_stream(device) if on_gpu else None
+        self._num_enqueued = 0
+        self._unread: set[int] = set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Return how many steps were enqueued whose outcome was not read."""
+        return len(self._unread)
+
+    def begin_step(self) -> int:
+        """Count a step that is about to be enqueued; returns its place.
+
+        Raises:
+            RuntimeError: the place still holds an outcome that was not read.
+        """
+        step = self._num_enqueued + 1
+        oldest = step - self.depth
+        if oldest in self._unread:
+            raise RuntimeError(
+                f"step {step} would overwrite the outcome of step {oldest}, which was not read: "
+                f"the ring holds {self.depth} steps; wait for older ones first"
+            )
+        self._num_enqueued = step
+        self._unread.add(step)
+        return step % self.depth
+
+    def abandon_step(self) -> None:
+        """Take back the step that was begun last: it failed on the way to the stream."""
+        self._unread.discard(self._num_enqueued)
+        # It may have been counted on the device already; failing is rare enough to wait and look.
+        self._num_enqueued = int(self.step)
+
+    def end_step(self, num_reqs: int, width: int) -> "AsyncOutput":
+        """Mark the end of the step in the stream and return a handle to its outcome."""
+        step = self._num_enqueued
+        if self.events:
+            self.events[step % self.depth].record(self._current_stream())
+        return AsyncOutput(self, step, num_reqs, width)
+
+    def _current_stream(self) -> "torch.cuda.Stream":
+        """Return the current stream: the one of the last step, asked for by its handle alone.
+
+        Making a stream object costs the host as much as launching a graph.
+        """
+        assert self._stream is not None
+        handle = torch._C._cuda_getCurrentRawStream(self._stream.device_index)
+        if handle != self._stream.cuda_stream:
+            self._stream = torch.cuda.current_stream(self._stream.device)
+        return self._stream
+
+    def read(self, step: int, num_reqs: int, width: int) -> StepOutput:
+        """Wait for a step and copy its outcome out of the ring."""
+        place = step % self.depth
+        if self.events:
+            self.events[place].synchronize()
+        written = int(self._lines[place, 0, 0])
+        assert written == step, f"the place of step {step} holds the outcome of step {written}"
+        self._unread.discard(step)
+        lines = self._lines[place, 1 : num_reqs + 1, : _NUM_COUNTS + width].copy()
+        counts = lines[:, :_NUM_COUNTS].T
+        return StepOutput(lines[:, _NUM_COUNTS:], *counts)
+
+
+class AsyncOutput:
+    """The outcome of an enqueued step; `wait` blocks on that step's event only."""
+
+    def __init__(self, ring: OutputRing, step: int, num_reqs: int, width: int) -> None:
+        self._ring, self._step, self._shape = ring, step, (num_reqs, width)
+        self._output: StepOutput | None = None
 
     def wait(self) -> StepOutput:
-        """Wait for the copy and return the values."""
-        if self._event is not None:
-            self._event.synchronize()
-        counts = self._counts.numpy()
-        return StepOutput(self._tokens.numpy(), counts[0], counts[1], counts[2], counts[3])
+        """Wait for the step and return its outcome."""
+        if self._output is None:
+            self._output = self._ring.read(self._step, *self._shape)
+        return self._output

@@ -1,22 +1,27 @@
 """The inputs of one step: what the host decides (`StepPlan`) and what the device builds from state.
 
 `InputBuffers` are allocated once; an `InputBatch` is a view of their first elements, filled by
-`runner.prepare.prepare_inputs`. All inputs of a step travel in one `InputBatch`.
+`runner.prepare.prepare_inputs`. All inputs of a step travel in one `InputBatch`. The plan's columns
+lie in a staged table, so a step with the places of the step before ships nothing.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.buffers import copy_to_device
+from runner.buffers import StagedWriteTensor
 from specdec.errors import CapacityError
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The scheduler's decision for a step, in the order of the batch."""
+    """The scheduler's decision for a step, in the order of the batch.
+
+    The arrays are never changed once a plan was handed over.
+    """
 
     rows_np: np.ndarray  # [R] int32, -1 in padding
     query_lens_np: np.ndarray  # [R] int32, tokens to run
@@ -30,34 +35,71 @@ class StepPlan:
         """Return R."""
         return len(self.rows_np)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Return T."""
         return int(self.query_lens_np.sum())
 
-    @property
+    @cached_property
     def num_logits_np(self) -> np.ndarray:
         """Return the logits lines of each place: all of a verification, one of a prefill."""
         return np.where(self.is_prefill_np, 1, self.query_lens_np).astype(np.int32)
 
+    @cached_property
+    def samples_np(self) -> np.ndarray:
+        """Return for each place whether it samples: a chunk before the last does not."""
+        return ~self.is_prefill_np | self.is_last_chunk_np
+
+    def is_uniform(self, query_len: int) -> bool:
+        """Return whether every place verifies `query_len` positions."""
+        return not self.is_prefill_np.any() and bool((self.query_lens_np == query_len).all())
+
+    def has_arrays_of(self, other: "StepPlan") -> bool:
+        """Return whether the arrays are the very ones of another plan: a quick test for equal."""
+        return (
+            self.rows_np is other.rows_np
+            and self.query_lens_np is other.query_lens_np
+            and self.is_prefill_np is other.is_prefill_np
+            and self.is_last_chunk_np is other.is_last_chunk_np
+        )
+
+
+def uniform_plan(num_reqs: int, query_len: int, max_seq_len: int) -> StepPlan:
+    """Return a plan of padding in which every place verifies `query_len` positions."""
+    none = np.zeros(num_reqs, dtype=bool)
+    return StepPlan(
+        rows_np=np.full(num_reqs, -1, dtype=np.int32),
+        query_lens_np=np.full(num_reqs, query_len, dtype=np.int32),
+        is_prefill_np=none,
+        is_last_chunk_np=none,
+        max_seq_len=max_seq_len,
+        max_total_len=max_seq_len,
+    )
+
 
 @dataclass
 class InputBatch:
-    """One step's inputs: R requests, T tokens, L logits lines."""
+    """One step's inputs: R requests, T tokens, L logits lines.
 
-    plan: StepPlan
+    In a batch of a fixed shape (`rows_np` is None) the integers are those of the shape, and nothing
+    may be decided on the host by what the places hold.
+    """
+
+    rows_np: np.ndarray | None  # [R] int32, the plan's
     num_reqs: int
     num_tokens: int
     num_logits: int
-    # [R] int32, copied from the plan: place -> row.
+    max_query_len: int
+    max_num_logits: int  # W, most logits lines of a place
+    max_seq_len: int  # bound on seq_lens
+    max_total_len: int  # bound on any row's total_len after the step
+    num_last_chunks: int  # prompts that end in this step, padding not counted
+    # Columns of the plan, [R] int32: place -> row, -1 in padding.
     idx_mapping: Tensor
-    # [R] int32, copied from the plan.
     query_lens: Tensor
     num_logits_per_req: Tensor
-    # [R] int32, copied from the plan: 1 where this place samples (not a chunk before the last).
-    samples: Tensor
-    # [R] int32, copied from the plan: 1 where this place verifies (its tokens are no prefill).
-    is_verify: Tensor
+    samples: Tensor  # 1 where this place samples (not a chunk before the last)
+    is_verify: Tensor  # 1 where this place verifies (its tokens are no prefill)
     # Everything below is filled by prepare_inputs.
     query_start_loc: Tensor  # [R + 1] int32
     cu_num_logits: Tensor  # [R + 1] int32
@@ -86,11 +128,14 @@ class InputBuffers:
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.max_num_logits = max_num_logits
-        self.device = device
 
         def empty(size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
+        # [5, max_num_reqs]: idx_mapping, query_lens, num_logits, samples, is_verify.
+        self.columns = StagedWriteTensor((5, max_num_reqs), torch.int32, device)
+        self._shipped = np.zeros((5, max_num_reqs), dtype=np.int32)
+        self._last: tuple[StepPlan, int, int] | None = None
         self.query_start_loc = empty(max_num_reqs + 1, torch.int32)
         self.cu_num_logits = empty(max_num_reqs + 1, torch.int32)
         self.seq_lens = empty(max_num_reqs, torch.int32)
@@ -101,14 +146,40 @@ class InputBuffers:
         self.expanded_idx_mapping = empty(max_num_logits, torch.int32)
         self.expanded_local_pos = empty(max_num_logits, torch.int32)
 
+    def stage(self, plan: StepPlan, num_places: int, query_len: int) -> None:
+        """Stage those columns of a plan that are not on the device yet.
+
+        Args:
+            plan: the step.
+            num_places: places that the device will read; those behind the plan's become padding.
+            query_len: tokens and logits lines of the padding.
+        """
+        if self._last is not None:
+            last, last_places, last_len = self._last
+            if (num_places, query_len) == (last_places, last_len) and plan.has_arrays_of(last):
+                return
+        self._last = (plan, num_places, query_len)
+        num_reqs = plan.num_reqs
+        columns = np.empty((5, num_places), dtype=np.int32)
+        columns[0, :num_reqs] = plan.rows_np
+        columns[1, :num_reqs] = plan.query_lens_np
+        columns[2, :num_reqs] = plan.num_logits_np
+        columns[3, :num_reqs] = plan.samples_np
+        columns[4, :num_reqs] = ~plan.is_prefill_np
+        columns[:, num_reqs:] = np.array([-1, query_len, query_len, 0, 0])[:, None]
+        shipped = self._shipped[:, :num_places]
+        for index in np.nonzero((columns != shipped).any(1))[0].tolist():
+            self.columns.stage_write(index, 0, columns[index])
+            shipped[index] = columns[index]
+
     def batch(self, plan: StepPlan) -> InputBatch:
-        """Ship the plan in one copy and return the step's views, still to be filled.
+        """Return a plan's views, whose columns were staged, still to be filled.
 
         Raises:
             CapacityError: the plan is larger than the buffers.
         """
-        num_logits_np = plan.num_logits_np
-        num_reqs, num_tokens, num_logits = plan.num_reqs, plan.num_tokens, int(num_logits_np.sum())
+        num_logits = int(plan.num_logits_np.sum())
+        num_reqs, num_tokens = plan.num_reqs, plan.num_tokens
         if (
             num_reqs > self.max_num_reqs
             or num_tokens > self.max_num_tokens
@@ -119,19 +190,22 @@ class InputBuffers:
                 f"exceeds buffers for {self.max_num_reqs}, {self.max_num_tokens}, "
                 f"{self.max_num_logits}"
             )
-        samples = ~plan.is_prefill_np | plan.is_last_chunk_np
-        columns = [plan.rows_np, plan.query_lens_np, num_logits_np, samples, ~plan.is_prefill_np]
-        packed = copy_to_device(np.stack(columns).astype(np.int32), self.device)
+        columns = self.columns.tensor[:, :num_reqs]
         return InputBatch(
-            plan=plan,
+            rows_np=plan.rows_np,
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_logits=num_logits,
-            idx_mapping=packed[0],
-            query_lens=packed[1],
-            num_logits_per_req=packed[2],
-            samples=packed[3],
-            is_verify=packed[4],
+            max_query_len=int(plan.query_lens_np.max(initial=0)),
+            max_num_logits=int(plan.num_logits_np.max(initial=0)),
+            max_seq_len=plan.max_seq_len,
+            max_total_len=plan.max_total_len,
+            num_last_chunks=int((plan.is_last_chunk_np & (plan.rows_np >= 0)).sum()),
+            idx_mapping=columns[0],
+            query_lens=columns[1],
+            num_logits_per_req=columns[2],
+            samples=columns[3],
+            is_verify=columns[4],
             query_start_loc=self.query_start_loc[: num_reqs + 1],
             cu_num_logits=self.cu_num_logits[: num_reqs + 1],
             seq_lens=self.seq_lens[:num_reqs],
@@ -142,3 +216,9 @@ class InputBuffers:
             expanded_idx_mapping=self.expanded_idx_mapping[:num_logits],
             expanded_local_pos=self.expanded_local_pos[:num_logits],
         )
+
+    def fixed_batch(self, num_reqs: int, query_len: int, max_seq_len: int) -> InputBatch:
+        """Return the views of a uniform step of a fixed shape, whatever its places hold."""
+        batch = self.batch(uniform_plan(num_reqs, query_len, max_seq_len))
+        batch.rows_np = None
+        return batch

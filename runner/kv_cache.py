@@ -1,13 +1,20 @@
 """Paged KV memory of one model: [num_slots, num_kv_heads, head_size] for each layer.
 
-Two blocks lie behind the `num_blocks` that are handed out. The *null* block is never written and
-stays zero: reads of positions that do not exist go there, so that no stale value (a NaN would
-survive a masked softmax) reaches a result. The *trash* block takes writes of slot -1.
+Two slots lie behind the blocks that are handed out, for the torch twins: the *null* slot is never
+written and stays zero, so that reads of positions that do not exist find no stale value (a NaN
+would survive a masked softmax); the *trash* slot, the last one, takes writes of slot -1. Kernels
+mask and use neither.
 """
 
+# A launch gives plain integers to parameters annotated tl.constexpr.
+# pyright: reportArgumentType=false
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from runner.dispatch import use_triton
 from specdec.errors import CapacityError
 
 
@@ -44,10 +51,10 @@ class PagedKVCache:
         """Allocate the tensors for another number of blocks; what was cached is gone."""
         self.num_blocks = num_blocks
         self.null_slot = num_blocks * self.block_size
-        self.trash_slot = (num_blocks + 1) * self.block_size
-        shape = ((num_blocks + 2) * self.block_size, *self._heads)
+        self.trash_slot = self.null_slot + 1
+        shape = (self.trash_slot + 1, *self._heads)
         # zeros, not empty: on a CPU the pages are mapped only when first written, and the null
-        # block must read as zero.
+        # slot must read as zero.
         self.keys = self.values = []  # the old tensors go before the new ones come
         try:
             self.keys = [self._zeros(shape) for _ in range(self._num_layers)]
@@ -73,7 +80,89 @@ class PagedKVCache:
         """Return the bytes reserved."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
-    def write(self, layer: int, write_slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store key and value [T, num_kv_heads, head_size] at `write_slots` [T] int64 (no -1)."""
-        self.keys[layer].index_copy_(0, write_slots, key)
-        self.values[layer].index_copy_(0, write_slots, value)
+    def write(self, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store a layer's keys and values.
+
+        Args:
+            layer: index.
+            slot_mapping: [T] int64, -1 = write nothing.
+            key: [T, num_kv_heads, head_size], dense in the last dimension.
+            value: like `key`.
+        """
+        write_kv(self.keys[layer], self.values[layer], slot_mapping, key, value)
+
+
+@triton.jit
+def _write_kv_kernel(
+    key_cache_ptr,  # [num_slots, num_kv_heads, HEAD_SIZE], out
+    value_cache_ptr,
+    cache_stride,
+    slot_mapping_ptr,  # [T] int64, -1 = write nothing
+    key_ptr,  # [T, num_kv_heads, HEAD_SIZE]
+    key_stride_t,
+    key_stride_h,
+    value_ptr,
+    value_stride_t,
+    value_stride_h,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    h = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (h < NUM_KV_HEADS) & (d < HEAD_SIZE)
+    key = tl.load(key_ptr + token * key_stride_t + h * key_stride_h + d, mask=mask, other=0.0)
+    value = tl.load(
+        value_ptr + token * value_stride_t + h * value_stride_h + d, mask=mask, other=0.0
+    )
+    offsets = slot * cache_stride + h * HEAD_SIZE + d
+    tl.store(key_cache_ptr + offsets, key, mask=mask)
+    tl.store(value_cache_ptr + offsets, value, mask=mask)
+
+
+def write_kv(
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """Store keys and values of a pass in one launch.
+
+    Args:
+        key_cache: [num_slots, num_kv_heads, head_size], contiguous, in/out; its last slot is trash.
+        value_cache: like `key_cache`.
+        slot_mapping: [T] int64, -1 = write nothing.
+        key: [T, num_kv_heads, head_size], dense in the last dimension.
+        value: like `key`.
+    """
+    if not use_triton(key_cache):
+        write_kv_ref(key_cache, value_cache, slot_mapping, key, value)
+        return
+    num_tokens, num_kv_heads, head_size = key.shape
+    assert key.stride(2) == value.stride(2) == 1, f"strides {key.stride()} and {value.stride()}"
+    _write_kv_kernel[(num_tokens,)](
+        key_cache,
+        value_cache,
+        key_cache.stride(0),
+        slot_mapping,
+        key,
+        key.stride(0),
+        key.stride(1),
+        value,
+        value.stride(0),
+        value.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_H=triton.next_power_of_2(num_kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_size),
+    )
+
+
+def write_kv_ref(
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """Torch twin of `write_kv`; -1 is the last slot, as for any index."""
+    key_cache[slot_mapping] = key
+    value_cache[slot_mapping] = value

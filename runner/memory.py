@@ -70,6 +70,7 @@ def _profile_gpu(runner: "ModelRunner") -> int:
     """Run the largest steps as padding and return the bytes left for KV."""
     config = runner.config
     torch.cuda.reset_peak_memory_stats(runner.device)
+    kept = torch.cuda.memory_allocated(runner.device)
     longest = min(config.max_model_len, config.max_num_batched_tokens)
     width = config.num_speculative_tokens + 1
     for query_len, is_prefill in ((longest, True), (width, False), (1, False)):
@@ -80,4 +81,6 @@ def _profile_gpu(runner: "ModelRunner") -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.device)
     others = total - free - torch.cuda.memory_reserved(runner.device)
-    return int(total * _GPU_FRACTION) - others - peak
+    # What graphs allocate while they are captured stays theirs: at most another largest step.
+    graphs = peak - kept if config.graph_scope != "none" else 0
+    return int(total * _GPU_FRACTION) - others - peak - graphs

@@ -1,59 +1,41 @@
-"""One step of the engine on the device: gather, target, verify, commit, draft. Glue, no kernels."""
+"""Runs steps: state, staged writes, and which parts of a step are launched as graphs.
+
+A uniform step (every request verifies K + 1 positions) has a fixed shape: it is padded to a
+captured number of requests and runs on tensors at fixed addresses, so that it, or a part of it, can
+be one CUDA graph (`runner.cuda_graphs`). What `graph_scope` leaves out of graphs runs by the very
+same functions on the very same shapes. What a step does is in `runner.step`.
+"""
 
 import logging
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.async_output import AsyncOutput
-from runner.attention import build_attention_metadata
-from runner.input_batch import InputBatch, InputBuffers, StepPlan
+from runner.async_output import AsyncOutput, OutputRing, StepTensors
+from runner.buffers import StagedTables
+from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
+from runner.input_batch import InputBatch, InputBuffers, StepPlan, uniform_plan
 from runner.kv_cache import PagedKVCache
 from runner.memory import choose_num_kv_blocks
 from runner.models.hf import HFModel
-from runner.postprocess import limit_drafts, post_update
-from runner.prepare import prepare_inputs
-from runner.rows import scatter_rows
 from runner.states import NewRow, RequestState
+from runner.step import SamplerProtocol, Step
 from runner.step_timer import StepTimer
-from specdec.errors import UnsupportedError
-from specdec.protocols import (
-    DRAFT_KIND_NONE,
-    DraftBuffers,
-    DraftContext,
-    Drafter,
-    Noise,
-    TargetView,
-    VerifyContext,
-)
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.protocols import DraftBuffers, DraftContext, Drafter, TargetView
 
 logger = logging.getLogger(__name__)
 
 
-class SamplerProtocol(Protocol):
-    """What the runner asks of a sampler; `sampler.sampler.Sampler` is the one we ship."""
-
-    @property
-    def temperature(self) -> Tensor: ...
-
-    def add_request(self, row: int, params: Any, seed: int, sample_index: int = 0) -> None: ...
-
-    def apply_staged_writes(self) -> None: ...
-
-    def noise(self) -> Noise: ...
-
-    def sample(
-        self, logits: Tensor, batch: InputBatch, state: RequestState, draft_logits: Tensor | None
-    ) -> Any: ...
-
-
 @dataclass(frozen=True)
 class RunnerConfig:
-    """Sizes of the runner."""
+    """Sizes of the runner, and how it launches; `specdec.config.EngineConfig` says what is what."""
 
     max_num_reqs: int
     max_model_len: int
@@ -61,6 +43,10 @@ class RunnerConfig:
     num_speculative_tokens: int
     num_kv_blocks: int | None  # None: as many as the device's memory allows
     block_size: int
+    max_steps_in_flight: int = 1
+    graph_scope: str = "none"  # "step", "draft" or "none"
+    graph_num_reqs: list[int] | None = None
+    token_table: str = "device"
 
 
 @dataclass
@@ -69,8 +55,9 @@ class StepHandle:
 
     plan: StepPlan
     output: AsyncOutput
-    timer: StepTimer
-    generations: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    timer: StepTimer | None  # where the step was asked to be timed
+    generations: np.ndarray  # [R] int64, of the rows when the step was enqueued
+    num_computed_tokens: int  # tokens that the target ran, padding included
 
 
 class ModelRunner:
@@ -94,13 +81,27 @@ class ModelRunner:
     ) -> None:
         self.target, self.sampler, self.drafter, self.config = target, sampler, drafter, config
         self.device = device = target.device
+        # By index: several times quicker to enter than by device.
+        self._gpu_index = device.index or 0 if device.type == "cuda" else None
         k, max_reqs = config.num_speculative_tokens, config.max_num_reqs
         max_num_blocks = -(-config.max_model_len // config.block_size)
-        self.state = RequestState(max_reqs, config.max_model_len, max_num_blocks, k, device)
-        self.buffers = InputBuffers(
-            max_reqs, config.max_num_batched_tokens, max_reqs * (k + 1), device
+        self.state = RequestState(
+            max_reqs, config.max_model_len, max_num_blocks, k, device, config.token_table
         )
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.graphs = CUDAGraphManager(device, capture_sizes(config.graph_num_reqs, max_reqs))
+        # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
+        self._fixed_shapes = device.type == "cuda" or config.graph_scope != "none"
+        self._fixed_batches: dict[int, InputBatch] = {}
+        largest = self.graphs.sizes[-1] if self._fixed_shapes else 0
+        max_tokens = max(config.max_num_batched_tokens, largest * (k + 1))
+        self.buffers = InputBuffers(max_reqs, max_tokens, max_reqs * (k + 1), device)
+        # One place more than there are steps in flight: the host fills it while they run.
+        depth = config.max_steps_in_flight + 1
+        self.outputs = OutputRing(depth, max_reqs, k + 1, device)
+        self._tables = StagedTables(
+            [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
+        )
+        self._last_dispatch: tuple[StepPlan, int | None, bool] | None = None
         drafter.load(
             TargetView(
                 model=target,
@@ -115,48 +116,54 @@ class ModelRunner:
         )
         self.num_kv_blocks = config.num_kv_blocks or 1
         self.kv = target.make_kv_cache(self.num_kv_blocks, config.block_size)
-        self._bind_drafter()
+        draft_logits = self._bind_drafter(largest)
+        self._step = Step(target, sampler, drafter, self.state, self.kv, self.outputs, draft_logits)
         if config.num_kv_blocks is None:
             self.num_kv_blocks = choose_num_kv_blocks(self)
             for kv in self.kv_caches:
                 kv.resize(self.num_kv_blocks)
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB; drafter state: %d bytes",
-            self.num_kv_blocks,
-            config.block_size,
-            sum(kv.num_bytes for kv in self.kv_caches) / 2**30,
-            drafter.state_bytes(),
-        )
+        self._log_memory()
+        self._capture_graphs()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Make the runner's GPU the current one: kernels and events go there, not to a tensor's."""
+        return nullcontext() if self._gpu_index is None else torch.cuda.device(self._gpu_index)
 
     @property
     def kv_caches(self) -> list[PagedKVCache]:
         """Return the target's cache and, where it has one, the drafter's."""
         return [self.kv] if self.draft_kv is None else [self.kv, self.draft_kv]
 
-    def _bind_drafter(self) -> None:
-        """Give the drafter its buffers; capabilities are read after `load`, which may set them."""
-        wants, config = self.drafter.capabilities, self.config
-        if wants.aux_layers:
-            raise UnsupportedError(
-                f"drafter {type(self.drafter).__name__} asks for outputs of target layers "
-                f"{wants.aux_layers}; only the last hidden state is offered"
-            )
-        if wants.on_cpu:
-            raise UnsupportedError(
-                f"drafter {type(self.drafter).__name__} runs on token lists of the CPU, which is "
-                f"not offered; read the rows of the state instead"
-            )
+    def _log_memory(self) -> None:
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.2f GiB; drafter state: %d bytes; token table: "
+            "%.1f MiB of %s memory",
+            self.num_kv_blocks,
+            self.config.block_size,
+            sum(kv.num_bytes for kv in self.kv_caches) / 2**30,
+            self.drafter.state_bytes(),
+            self.state.all_token_ids.tensor.nbytes / 2**20,
+            "pinned host" if self.config.token_table == "pinned" else "device",
+        )
+
+    def _bind_drafter(self, largest: int) -> Tensor | None:
+        """Give the drafter its buffers; capabilities are read after `load`, which may set them.
+
+        Args:
+            largest: requests of the largest fixed shape.
+
+        Returns:
+            draft_logits, where the drafter offers q.
+        """
+        wants, config, device = self.drafter.capabilities, self.config, self.device
+        self._check_wants()
+        k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
-        self.draft_logits: Tensor | None = None
-        if wants.offers_q and config.num_speculative_tokens > 0:
-            self.draft_logits = torch.zeros(
-                config.max_num_reqs,
-                config.num_speculative_tokens,
-                self.target.vocab_size,
-                dtype=torch.float32,
-                device=self.device,
-            )
+        draft_logits: Tensor | None = None
+        if wants.offers_q and k > 0:
+            shape = (config.max_num_reqs, k, self.target.vocab_size)
+            draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
         self.draft_kv: PagedKVCache | None = None
         if wants.kv is not None:
             self.draft_kv = PagedKVCache(
@@ -166,14 +173,130 @@ class ModelRunner:
                 wants.kv.num_kv_heads,
                 wants.kv.head_size,
                 wants.kv.dtype,
-                self.device,
+                device,
             )
-        self._state_view = self.state.view()
-        self._noise = self.sampler.noise()
+        # What a drafter's graph reads of a target that ran outside of it, at fixed addresses.
+        counts = torch.zeros(3, largest, dtype=torch.int32, device=device)
+        no_tokens = torch.empty(largest, 0, dtype=torch.int64, device=device)
+        self._fixed_outcome = StepTensors(no_tokens, counts[0], counts[1], no_tokens, counts[2])
+        self._fixed_hidden: Tensor | None = None
+        if wants.hidden_states == "last":
+            shape = (largest * (k + 1), self.target.hidden_size)
+            self._fixed_hidden = torch.zeros(shape, dtype=self.target.dtype, device=device)
         buffers = DraftBuffers(
-            self.state.draft_tokens, self.state.draft_kind, self.draft_logits, self.draft_kv
+            self.state.draft_tokens, self.state.draft_kind, draft_logits, self.draft_kv
         )
-        self.drafter.bind(self._state_view, buffers)
+        self.drafter.bind(self.state.view(), buffers)
+        return draft_logits
+
+    def _check_wants(self) -> None:
+        """Refuse a drafter that asks for what is not offered."""
+        wants, name = self.drafter.capabilities, type(self.drafter).__name__
+        if wants.aux_layers:
+            raise UnsupportedError(
+                f"drafter {name} asks for outputs of target layers {wants.aux_layers}; only the "
+                f"last hidden state is offered"
+            )
+        if wants.on_cpu:
+            raise UnsupportedError(
+                f"drafter {name} runs on token lists of the CPU, which is not offered; read the "
+                f"rows of the state instead"
+            )
+        if self.config.token_table == "pinned" and wants.reads_token_table:
+            raise ConfigError(
+                f"token_table='pinned' does not go with drafter {name}, which reads token ids by "
+                f"torch operations; give token_table='device'"
+            )
+
+    # --- graphs ---------------------------------------------------------------------------------
+
+    @property
+    def _graph_parts(self) -> list[Part]:
+        """Return the parts of a step that the scope and the drafter allow to capture."""
+        k, scope, wants = (
+            self.config.num_speculative_tokens,
+            self.config.graph_scope,
+            self.drafter.capabilities,
+        )
+        drafts = k > 0 and wants.graph_safe
+        parts: list[Part] = []
+        if scope == "step":
+            parts.append("step" if drafts or k == 0 else "target")
+        if scope == "draft" and drafts:
+            parts.append("draft")
+        if scope != "none" and drafts and self._splits_first_pass:
+            parts.append("propose")
+        return parts
+
+    @property
+    def _splits_first_pass(self) -> bool:
+        """Return whether `propose` needs nothing of the tokens that a step ran."""
+        wants = self.drafter.capabilities
+        reads_tokens = wants.kv is not None or wants.hidden_states != "none"
+        return wants.splits_first_pass or not reads_tokens
+
+    def _capture_graphs(self) -> None:
+        """Capture every part for every size, from the largest on.
+
+        Raises:
+            UnsupportedError: the drafter does what a graph cannot hold.
+        """
+        k, name = self.config.num_speculative_tokens, type(self.drafter).__name__
+        if self.config.graph_scope == "none":
+            return
+        for size in reversed(self.graphs.sizes):
+            # Runs eager, as nothing of this size is captured yet: every kernel is compiled by it.
+            self.execute_model(uniform_plan(size, k + 1, self.config.max_model_len)).output.wait()
+            batch, functions = self._fixed_batch(size), self._graph_functions(size)
+            for part in self._graph_parts:
+                key = GraphKey(part, batch.num_reqs, k, k)
+                try:
+                    with torch.inference_mode(), self._on_device():
+                        self.graphs.capture(key, functions[part])
+                except RuntimeError as error:
+                    reason = " ".join(str(error).split())[:200]
+                    raise UnsupportedError(
+                        f"part {part!r} of a step with drafter {name} cannot be captured in a CUDA "
+                        f"graph ({reason}); set graph_safe=False in the drafter's capabilities, or "
+                        f"graph_scope='none'"
+                    ) from error
+        self.graphs.launches.clear()
+        self.graphs.log_cost()
+
+    def _graph_functions(self, size: int) -> dict[Part, Callable[[], Any]]:
+        """Return what each part runs at a size."""
+        batch, step = self._fixed_batch(size), self._step
+        outcome, hidden = self._fixed_inputs(batch)
+        return {
+            "step": partial(step.run, batch),
+            "target": partial(step.run_target, batch),
+            "draft": partial(step.run_drafter, batch, hidden, outcome),
+            "propose": partial(step.propose, batch, outcome),
+        }
+
+    def _fixed_batch(self, size: int) -> InputBatch:
+        """Return the views of a uniform step of `size` places."""
+        if size not in self._fixed_batches:
+            query_len = self.config.num_speculative_tokens + 1
+            self._fixed_batches[size] = self.buffers.fixed_batch(
+                size, query_len, self.config.max_model_len
+            )
+        return self._fixed_batches[size]
+
+    def _fixed_inputs(self, batch: InputBatch) -> tuple[StepTensors, Tensor | None]:
+        """Return the fixed tensors that stand for a target's outcome, and for its hidden states."""
+        fixed, n = self._fixed_outcome, batch.num_reqs
+        outcome = StepTensors(
+            fixed.sampled_tokens[:n],
+            fixed.num_sampled[:n],
+            fixed.num_rejected[:n],
+            fixed.num_judged[:n],
+            fixed.num_drafts[:n],
+        )
+        hidden = self._fixed_hidden
+        return outcome, None if hidden is None else hidden[: batch.num_tokens]
+
+    # --- requests -------------------------------------------------------------------------------
 
     def add_request(self, new: NewRow, params: Any, seed: int) -> int:
         """Give a request a row and tell sampler and drafter; returns the row."""
@@ -190,83 +313,158 @@ class ModelRunner:
         """Free a row."""
         self.state.remove_request(row)
 
-    def execute_model(self, plan: StepPlan) -> StepHandle:
+    # --- the step -------------------------------------------------------------------------------
+
+    def execute_model(self, plan: StepPlan, timed: bool = False) -> StepHandle:
         """Enqueue one step and return a handle to its outcome.
 
         Padding places (row -1) touch no state and write no KV, so a plan of padding alone is the
         empty step.
+
+        Args:
+            plan: the step.
+            timed: measure its phases.
         """
-        # Kernels and events go to the current device, whatever device their tensors are on.
-        on_gpu = self.device.type == "cuda"
-        with torch.inference_mode(), torch.cuda.device(self.device) if on_gpu else nullcontext():
-            return self._execute(plan)
+        with torch.inference_mode(), self._on_device():
+            ring_place = self.outputs.begin_step()
+            try:
+                timer = StepTimer(self.device.type == "cuda") if timed else None
+                width, num_tokens = self._execute(plan, ring_place, timer)
+                output = self.outputs.end_step(plan.num_reqs, width)
+            except BaseException:
+                self.outputs.abandon_step()
+                raise
+        generations = self.state.generation_np[plan.rows_np]
+        return StepHandle(plan, output, timer, generations, num_tokens)
 
-    def _execute(self, plan: StepPlan) -> StepHandle:
-        timer = StepTimer(self.device.type == "cuda")
-        timer.mark()
-        self.state.apply_staged_writes()
-        self.sampler.apply_staged_writes()
-        batch = self.buffers.batch(plan)
-        prepare_inputs(batch, self.state, self.config.block_size)
-        metadata = build_attention_metadata(
-            self.kv,
-            self.state.block_table.tensor,
-            batch.idx_mapping,
-            plan.query_lens_np,
-            batch.positions,
-            batch.seq_lens,
-            batch.slot_mapping,
-            plan.max_seq_len,
-        )
-        timer.mark()
-        hidden = self.target.forward(batch.input_ids, batch.positions, metadata)
-        logits = self.target.compute_logits(hidden[batch.logits_indices])
-        timer.mark()
-        sampled = self.sampler.sample(logits, batch, self.state, self.draft_logits)
-        counts = torch.zeros(4, batch.num_reqs, dtype=torch.int32, device=self.device)
-        counts[0].copy_(sampled.num_sampled)
-        counts[2].copy_(sampled.num_drafts)
-        post_update(batch, self.state, sampled.sampled_tokens, counts[0], counts[1])
-        timer.mark()
-        self._propose(batch, hidden, counts)
-        timer.mark()
-        rows = plan.rows_np.clip(min=0)
-        return StepHandle(
-            plan=plan,
-            output=AsyncOutput(sampled.sampled_tokens, counts, self._copy_stream),
-            timer=timer,
-            generations=self.state.generation_np[rows].copy(),
-        )
+    def _execute(self, plan: StepPlan, ring_place: int, timer: StepTimer | None) -> tuple[int, int]:
+        """Launch a step.
 
-    def _propose(self, batch: InputBatch, hidden: Tensor, counts: Tensor) -> None:
-        """Let the drafter learn and propose, then cut what it proposed to what is usable."""
-        if self.config.num_speculative_tokens == 0:
+        Returns:
+            How many tokens a place of its outcome holds, and how many tokens the target ran.
+        """
+        k = self.config.num_speculative_tokens
+        num_places, uniform = self._dispatch(plan)
+        # Padding of a uniform step runs tokens, that of a ragged one is there for `propose` alone.
+        self.buffers.stage(plan, num_places or plan.num_reqs, k + 1 if uniform else 0)
+        self._tables.apply(ring_place)
+        if num_places is None or not uniform:
+            batch = self.buffers.batch(plan)
+            return self._run_ragged(batch, plan, num_places, timer), batch.num_tokens
+        batch = self._fixed_batch(num_places)
+        key = GraphKey("step", num_places, k, k)
+        if key in self.graphs:
+            self.graphs.launch(key)
+            if timer is not None:
+                timer.end("step")
+        else:
+            self._run_fixed(batch, timer)
+        return k + 1, batch.num_tokens
+
+    def _dispatch(self, plan: StepPlan) -> tuple[int | None, bool]:
+        """Return the captured size that holds a step, if any, and whether the step is uniform."""
+        if not self._fixed_shapes:
+            return None, False
+        last = self._last_dispatch
+        if last is not None and plan.has_arrays_of(last[0]):
+            return last[1], last[2]
+        num_places = self.graphs.padded(plan.num_reqs)
+        uniform = plan.is_uniform(self.config.num_speculative_tokens + 1)
+        self._last_dispatch = (plan, num_places, uniform)
+        return num_places, uniform
+
+    def _run_fixed(self, batch: InputBatch, timer: StepTimer | None) -> None:
+        """Run a uniform step of a fixed shape that is not one graph."""
+        k, scope = self.config.num_speculative_tokens, self.config.graph_scope
+        target, draft = (GraphKey(part, batch.num_reqs, k, k) for part in ("target", "draft"))
+        if target in self.graphs:
+            hidden, outcome = self.graphs.launch(target)
+            if timer is not None:
+                timer.end("inputs, target, verify")
+        else:
+            self.graphs.count_eager("target", f"graph_scope is {scope}")
+            hidden, outcome = self._step.run_target(batch, timer)
+        if draft in self.graphs:
+            fixed, fixed_hidden = self._fixed_inputs(batch)
+            fixed.num_sampled.copy_(outcome.num_sampled)
+            fixed.num_rejected.copy_(outcome.num_rejected)
+            if fixed_hidden is not None:
+                fixed_hidden.copy_(hidden)
+            self.graphs.launch(draft)
+            outcome.num_drafts.copy_(fixed.num_drafts)
+        elif k:
+            safe = self.drafter.capabilities.graph_safe
+            reason = f"graph_scope is {scope}" if safe else "the drafter is not graph-safe"
+            self.graphs.count_eager("draft", reason)
+            self._step.run_drafter(batch, hidden, outcome)
+        if timer is not None:
+            timer.end("draft")
+        self._step.publish(outcome)
+
+    def _run_ragged(
+        self, batch: InputBatch, plan: StepPlan, num_places: int | None, timer: StepTimer | None
+    ) -> int:
+        """Run a step whose places run unlike numbers of tokens, or more than any captured shape.
+
+        Returns:
+            How many tokens a place of its outcome holds.
+        """
+        self.graphs.count_eager("target", self._why_ragged(plan, num_places))
+        hidden, outcome = self._step.run_target(batch, timer)
+        if self.config.num_speculative_tokens:
+            propose = partial(self._propose_ragged, plan, num_places, outcome)
+            self._step.run_drafter(batch, hidden, outcome, propose)
+        if timer is not None:
+            timer.end("draft")
+        self._step.publish(outcome)
+        return outcome.sampled_tokens.shape[1]
+
+    def _propose_ragged(
+        self, plan: StepPlan, num_places: int | None, outcome: StepTensors, ctx: DraftContext
+    ) -> None:
+        """Propose after a first pass that ran eager, in a fixed shape where there is one."""
+        if not plan.samples_np.any():
+            return  # no place can use a draft
+        k, wants, scope = (
+            self.config.num_speculative_tokens,
+            self.drafter.capabilities,
+            self.config.graph_scope,
+        )
+        fixed_shape = num_places is not None and self._splits_first_pass
+        if not wants.graph_safe:
+            reason = "the drafter is not graph-safe"
+        elif not self._splits_first_pass and scope != "none":
+            reason = "the drafter does not split off its first pass"
+        elif fixed_shape:
+            reason = f"graph_scope is {scope}"
+        else:
+            reason = self._why_ragged(plan, num_places)
+        if not fixed_shape:
+            self.graphs.count_eager("propose", reason)
+            self.drafter.propose(ctx)
             return
-        plan, rows = batch.plan, batch.idx_mapping
-        drafts, kind = self.state.draft_tokens, self.state.draft_kind
-        # Before the drafts are cleared: a drafter may want to see which of its own were rejected.
-        self.drafter.observe(VerifyContext(batch.idx_mapping, counts[0], counts[1]))
-        scatter_rows(drafts, rows, drafts.new_full((batch.num_reqs, drafts.shape[1]), -1))
-        scatter_rows(kind, rows, kind.new_full((batch.num_reqs,), DRAFT_KIND_NONE))
-        wants = self.drafter.capabilities
-        self.drafter.propose(
-            DraftContext(
-                state=self._state_view,
-                idx_mapping=batch.idx_mapping,
-                query_start_loc=batch.query_start_loc,
-                positions=batch.positions,
-                input_ids=batch.input_ids,
-                seq_lens=batch.seq_lens,
-                hidden_states=hidden if wants.hidden_states == "last" else None,
-                num_sampled=counts[0],
-                num_rejected=counts[1],
-                temperature=self.sampler.temperature,
-                noise=self._noise,
-                block_size=self.config.block_size,
-                max_seq_len=min(plan.max_total_len, self.config.max_model_len),
-                query_lens_np=plan.query_lens_np,
-                is_prefill_np=plan.is_prefill_np,
-                is_last_chunk_np=plan.is_last_chunk_np,
-            )
-        )
-        limit_drafts(batch, self.state, counts[3])
+        assert num_places is not None
+        batch, n = self._fixed_batch(num_places), plan.num_reqs
+        fixed, _ = self._fixed_inputs(batch)
+        for counts, own in (
+            (fixed.num_sampled, outcome.num_sampled),
+            (fixed.num_rejected, outcome.num_rejected),
+        ):
+            counts.zero_()
+            counts[:n].copy_(own)
+        key = GraphKey("propose", num_places, k, k)
+        if key in self.graphs:
+            self.graphs.launch(key)
+        else:
+            self.graphs.count_eager("propose", reason)
+            self._step.propose(batch, fixed)
+
+    def _why_ragged(self, plan: StepPlan, num_places: int | None) -> str:
+        """Say why a step does not run in a captured shape."""
+        if not self._fixed_shapes:
+            return f"graph_scope is {self.config.graph_scope}"
+        if num_places is None:
+            return f"more than {self.graphs.sizes[-1]} requests"
+        if plan.is_prefill_np.any():
+            return "the step runs prompt tokens"
+        return "the requests verify unlike numbers of positions"

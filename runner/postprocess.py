@@ -19,6 +19,7 @@ from torch import Tensor
 from runner.dispatch import use_triton
 from runner.input_batch import InputBatch
 from runner.states import RequestState
+from specdec.protocols import DRAFT_KIND_NONE
 
 
 @triton.jit
@@ -231,3 +232,50 @@ def limit_drafts_ref(batch: InputBatch, state: RequestState, num_drafts: Tensor)
     state.draft_kind[row] = torch.where(counts > 0, kind, torch.zeros_like(kind))
     num_drafts.zero_()
     num_drafts[real] = counts
+
+
+@triton.jit
+def _clear_drafts_kernel(
+    idx_mapping_ptr,  # [R] int32
+    draft_tokens_ptr,  # [N, K] int64, out
+    draft_tokens_stride,
+    draft_kind_ptr,  # [N] int8, out
+    num_columns,
+    WIDTH: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(idx_mapping_ptr + place).to(tl.int64)
+    if row >= 0:
+        j = tl.arange(0, WIDTH)
+        none = tl.full((WIDTH,), -1, tl.int64)
+        tl.store(draft_tokens_ptr + row * draft_tokens_stride + j, none, mask=j < num_columns)
+        tl.store(draft_kind_ptr + row, tl.full((), 0, tl.int8))
+
+
+def clear_drafts(idx_mapping: Tensor, draft_tokens: Tensor, draft_kind: Tensor) -> None:
+    """Set the step's rows to "no draft", before the drafter proposes.
+
+    Args:
+        idx_mapping: [R] int32, -1 in padding.
+        draft_tokens: [N, K] int64, out: -1.
+        draft_kind: [N] int8, out: 0.
+    """
+    if not use_triton(draft_tokens):
+        clear_drafts_ref(idx_mapping, draft_tokens, draft_kind)
+        return
+    num_columns = draft_tokens.shape[1]
+    _clear_drafts_kernel[(len(idx_mapping),)](
+        idx_mapping,
+        draft_tokens,
+        draft_tokens.stride(0),
+        draft_kind,
+        num_columns,
+        WIDTH=triton.next_power_of_2(num_columns),
+    )
+
+
+def clear_drafts_ref(idx_mapping: Tensor, draft_tokens: Tensor, draft_kind: Tensor) -> None:
+    """Torch twin of `clear_drafts`."""
+    row = idx_mapping[idx_mapping >= 0].long()
+    draft_tokens[row] = -1
+    draft_kind[row] = DRAFT_KIND_NONE

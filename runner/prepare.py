@@ -56,6 +56,7 @@ def _prepare_inputs_kernel(
     logits_indices_ptr,
     expanded_idx_mapping_ptr,
     expanded_local_pos_ptr,
+    step_ptr,  # [1] int32, in/out: steps so far
     num_reqs,
     block_size,
     num_draft_columns,
@@ -70,6 +71,8 @@ def _prepare_inputs_kernel(
     logits_start = tl.sum(tl.load(num_logits_ptr + places, mask=before, other=0))
     tl.store(query_start_loc_ptr + place, query_start)
     tl.store(cu_num_logits_ptr + place, logits_start)
+    if place == num_reqs:
+        tl.store(step_ptr, tl.load(step_ptr) + 1)
     if place < num_reqs:
         row = tl.load(idx_mapping_ptr + place).to(tl.int64)
         query_len = tl.load(query_lens_ptr + place)
@@ -125,16 +128,17 @@ def _prepare_inputs_kernel(
             tl.store(expanded_local_pos_ptr + line, i, mask=mask)
 
 
-def prepare_inputs(batch: InputBatch, state: RequestState, block_size: int) -> None:
-    """Fill every device-built field of `batch` from the rows of `state`.
+def prepare_inputs(batch: InputBatch, state: RequestState, block_size: int, step: Tensor) -> None:
+    """Fill every device-built field of `batch` from the rows of `state`, and count the step.
 
     Args:
         batch: views to fill; `idx_mapping`, `query_lens` and `num_logits_per_req` are read.
         state: rows; staged writes must have been applied.
         block_size: tokens a KV block.
+        step: [1] int32, in/out: steps so far; it names the place of the step's outcome.
     """
     if not use_triton(batch.positions):
-        prepare_inputs_ref(batch, state, block_size)
+        prepare_inputs_ref(batch, state, block_size, step)
         return
     _prepare_inputs_kernel[(batch.num_reqs + 1,)](
         batch.idx_mapping,
@@ -160,6 +164,7 @@ def prepare_inputs(batch: InputBatch, state: RequestState, block_size: int) -> N
         batch.logits_indices,
         batch.expanded_idx_mapping,
         batch.expanded_local_pos,
+        step,
         batch.num_reqs,
         block_size,
         state.num_speculative_tokens,
@@ -168,8 +173,11 @@ def prepare_inputs(batch: InputBatch, state: RequestState, block_size: int) -> N
     )
 
 
-def prepare_inputs_ref(batch: InputBatch, state: RequestState, block_size: int) -> None:
+def prepare_inputs_ref(
+    batch: InputBatch, state: RequestState, block_size: int, step: Tensor
+) -> None:
     """Torch twin of `prepare_inputs`."""
+    step += 1
     batch.query_start_loc[0] = 0
     batch.cu_num_logits[0] = 0
     torch.cumsum(batch.query_lens, 0, out=batch.query_start_loc[1:])

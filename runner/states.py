@@ -34,6 +34,8 @@ class RequestState:
         max_num_blocks: columns of the block table.
         num_speculative_tokens: K.
         device: where the tensors live.
+        token_table: "device", or "pinned": `all_token_ids` stays in pinned host memory, where
+            kernels read and write it in place. It is by far the largest table.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RequestState:
         max_num_blocks: int,
         num_speculative_tokens: int,
         device: torch.device,
+        token_table: str = "device",
     ) -> None:
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
@@ -53,7 +56,9 @@ class RequestState:
             return StagedWriteTensor(size, torch.int32, device)
 
         # [N, max_model_len]: the CPU writes a new row, the device appends committed tokens.
-        self.all_token_ids = staged((max_num_reqs, max_model_len))
+        self.all_token_ids = StagedWriteTensor(
+            (max_num_reqs, max_model_len), torch.int32, device, pinned=token_table == "pinned"
+        )
         # [N], written by the CPU only.
         self.prompt_len = staged(max_num_reqs)
         self.prefill_len = staged(max_num_reqs)
@@ -114,9 +119,10 @@ class RequestState:
         self._used_rows.remove(row)
         self._free_rows.append(row)
 
-    def apply_staged_writes(self) -> None:
-        """Ship everything the CPU staged since the last step."""
-        for table in (
+    @property
+    def tables(self) -> list[StagedWriteTensor]:
+        """Return every tensor that the CPU writes by staging."""
+        return [
             self.all_token_ids,
             self.prompt_len,
             self.prefill_len,
@@ -125,8 +131,7 @@ class RequestState:
             self.total_len,
             self.num_computed_tokens,
             self.block_table,
-        ):
-            table.apply_write()
+        ]
 
     def view(self) -> StateView:
         """Return what plug-ins may read."""

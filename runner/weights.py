@@ -17,6 +17,8 @@ import sys
 import time
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,29 @@ def ensure_embedded_target() -> Path:
     if not verify_folder(folder):
         logger.info("%s is sound (checked in %.1f s)", folder.name, time.monotonic() - start)
         return folder
+    with _locked_scratch(cache) as scratch:
+        problems = verify_folder(folder) if folder.exists() else None
+        if problems != []:
+            for problem in problems or ():
+                logger.warning("%s is damaged, converting it again: %s", folder, problem)
+            _convert_into(folder, _ensure_gguf(cache, scratch), scratch)
+    return folder
+
+
+def ensure_gguf() -> Path:
+    """Make sure that the embedded target's GGUF lies in the cache, as it was published.
+
+    Raises:
+        WeightsError: It cannot be had, is not the pinned one, or the cache is not writable.
+    """
+    cache = cache_dir()
+    with _locked_scratch(cache) as scratch:
+        return _ensure_gguf(cache, scratch)
+
+
+@contextmanager
+def _locked_scratch(cache: Path) -> Iterator[Path]:
+    """Hold the cache's lock over an empty scratch folder, which goes away with the block."""
     from filelock import FileLock  # comes with huggingface_hub; here, so that the import is cheap
 
     scratch = cache / f".{EMBEDDED_NAME}.part"  # beside the results, so that they can be moved
@@ -98,15 +123,10 @@ def ensure_embedded_target() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         # Two processes at a cold cache: the second waits here, then finds the folder of the first.
         with FileLock(cache / f"{EMBEDDED_NAME}.lock"):
-            problems = verify_folder(folder) if folder.exists() else None
-            if problems == []:
-                return folder
-            for problem in problems or ():
-                logger.warning("%s is damaged, converting it again: %s", folder, problem)
             shutil.rmtree(scratch, ignore_errors=True)  # under the lock: only a killed run's
             scratch.mkdir()
             try:
-                _convert_into(folder, _ensure_gguf(cache, scratch), scratch)
+                yield scratch
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
@@ -114,7 +134,6 @@ def ensure_embedded_target() -> Path:
             f"the cache folder {cache} could not be used ({error}); make it writable with 1 GB "
             "free, or set SPECDEC_CACHE to a folder that is"
         ) from error
-    return folder
 
 
 def verify_folder(path: Path) -> list[str]:

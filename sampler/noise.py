@@ -104,11 +104,17 @@ def noise_key_device(seed, position, STREAM: tl.constexpr):
 
 
 @triton.jit
-def noise_gumbel_device(a, b, token_ids):
-    """Device twin of `noise_gumbel` for one key and a block of token ids."""
+def noise_uniform_device(a, b, token_ids):
+    """Device twin of `noise_uniform` for one key and a token id or a block of them."""
     h = token_ids.to(tl.uint32) * tl.full((), 0x9E3779B1, tl.uint32) + a
     h = _fmix32_device(_fmix32_device(h) ^ b)
     u = h.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-    u = tl.minimum(u, 0.99999994)
+    return tl.minimum(u, 0.99999994)
+
+
+@triton.jit
+def noise_gumbel_device(a, b, token_ids):
+    """Device twin of `noise_gumbel` for one key and a block of token ids."""
+    u = noise_uniform_device(a, b, token_ids)
     e = tl.where(u < 0.000244140625, u * (1.0 + 0.5 * u), -tl.log(1.0 - u))
     return -tl.log(e)

@@ -1,19 +1,24 @@
 """The sampler: process the target's logits, then let the verifier judge drafts and draw tokens.
 
 Order: temperature -> top-k -> top-p -> verify. State is read by row through `expanded_idx_mapping`,
-so a request may own any number of logits lines.
+so a request may own any number of logits lines. On a GPU nothing is decided on the host by what the
+rows hold, so a captured step and an eager one run the same kernels.
 """
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from runner.buffers import StagedWriteTensor
+from runner.dispatch import use_triton
 from runner.input_batch import InputBatch
 from runner.states import RequestState
+from sampler.gumbel import gumbel_sample
+from sampler.lines import gather_line_drafts
 from sampler.noise import STREAM_DRAFT, noise_gumbel, noise_key, noise_uniform
 from sampler.states import SamplingState
+from sampler.temperature import scale_logits
 from sampler.top_k_top_p import apply_top_k_top_p
 from specdec.protocols import Noise, Verifier, VerifyInputs
 from specdec.types import SamplingParams
@@ -26,6 +31,21 @@ class SamplerOutput:
     sampled_tokens: Tensor  # [R, W] int64, -1 after num_sampled
     num_sampled: Tensor  # [R] int32
     num_drafts: Tensor  # [R] int32, valid drafts that were judged
+
+
+def process_logits(logits: Tensor, idx_mapping: Tensor, state: SamplingState) -> Tensor:
+    """Return logits [L, V] in float32, divided by the temperature and truncated where a row asks.
+
+    Lines of greedy rows and of padding keep their raw logits.
+
+    Args:
+        logits: [L, V] any float dtype, raw; not changed.
+        idx_mapping: [L] int32, line -> row, -1 in padding.
+        state: parameters by row.
+    """
+    processed = scale_logits(logits, idx_mapping, state.temperature)
+    apply_top_k_top_p(processed, idx_mapping, state.temperature, state.top_k, state.top_p)
+    return processed
 
 
 class Sampler:
@@ -45,6 +65,11 @@ class Sampler:
         self.state = SamplingState(max_num_reqs, vocab_size, device)
 
     @property
+    def tables(self) -> list[StagedWriteTensor]:
+        """Return what `add_request` stages writes to; whoever runs the step applies them."""
+        return self.state.tables
+
+    @property
     def temperature(self) -> Tensor:
         """Return [N] float32, for drafters."""
         return self.state.temperature
@@ -55,13 +80,9 @@ class Sampler:
         """Stage a row's parameters."""
         self.state.add_request(row, params, seed, sample_index)
 
-    def apply_staged_writes(self) -> None:
-        """Ship what was staged since the last step."""
-        self.state.apply_staged_writes()
-
     def noise(self) -> Noise:
         """Return the drafters' noise: their own stream, keyed by the row's seed."""
-        seeds = self.state.seeds
+        temperature, seeds = self.state.temperature, self.state.seeds
 
         def gumbel(rows: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
             key = noise_key(seeds[rows.long()], positions, STREAM_DRAFT)
@@ -71,7 +92,10 @@ class Sampler:
             key = noise_key(seeds[rows.long()], positions, STREAM_DRAFT)
             return noise_uniform(key, torch.full_like(key[0], -1))  # -1 is no token's id
 
-        return Noise(gumbel=gumbel, uniform=uniform)
+        def draw(logits: Tensor, idx_mapping: Tensor, positions: Tensor) -> Tensor:
+            return gumbel_sample(logits, idx_mapping, positions, temperature, seeds, STREAM_DRAFT)
+
+        return Noise(gumbel=gumbel, uniform=uniform, draw=draw)
 
     def sample(
         self,
@@ -86,68 +110,35 @@ class Sampler:
             logits: [L, V], any float dtype, raw.
             batch: the step.
             state: rows with the drafts that the step verified.
-            draft_logits: [N, K, V_draft] where the drafter offers q.
+            draft_logits: [N, K, V] where the drafter offers q.
         """
         lines = batch.expanded_idx_mapping
-        rows = lines.long().clamp(min=0)
-        rows_np = batch.plan.rows_np[batch.plan.rows_np >= 0]
-        # A step of padding alone stands for any step (memory profile): it takes the dearest path.
-        idle = len(rows_np) == 0
-        all_greedy = not (idle or (self.state.temperature_np[rows_np] > 0).any())
-        processed = logits if all_greedy else self._process(logits, batch, rows_np)
-        line_grid, line_valid = _line_grid(batch)
-        drafts = _drafts_of_lines(batch, state, rows)
+        all_greedy = self._knows_all_greedy(logits, lines)
+        drafts = gather_line_drafts(batch, state)
         verified = self.verifier.verify(
             VerifyInputs(
-                logits=processed,
+                logits=logits if all_greedy else process_logits(logits, lines, self.state),
                 all_greedy=all_greedy,
-                draft_tokens=drafts,
-                draft_kind=state.draft_kind[rows],
+                draft_tokens=drafts.draft_tokens,
+                draft_kind=drafts.draft_kind,
                 draft_logits=draft_logits,
-                line_grid=line_grid,
-                line_valid=line_valid,
+                cu_num_logits=batch.cu_num_logits,
+                max_num_logits=batch.max_num_logits,
                 expanded_idx_mapping=lines,
                 expanded_local_pos=batch.expanded_local_pos,
-                draw_positions=batch.positions[batch.logits_indices] + 1,
+                draw_positions=drafts.draw_positions,
                 temperature=self.state.temperature,
                 seeds=self.state.seeds,
             )
         )
-        num_drafts = ((drafts >= 0)[line_grid] & line_valid).sum(1, dtype=torch.int32)
-        return SamplerOutput(verified.sampled_tokens, verified.num_sampled, num_drafts)
+        return SamplerOutput(verified.sampled_tokens, verified.num_sampled, drafts.num_drafts)
 
-    def _process(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> Tensor:
-        """Return float32 logits, divided by the temperature and truncated where a row asks."""
-        # A copy even where the target is float32: processing writes in place.
-        processed = logits.to(torch.float32, copy=True)
-        rows = batch.expanded_idx_mapping.long().clamp(min=0)
-        temperature = self.state.temperature[rows]
-        processed.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
-        if len(rows_np) == 0 or self.state.truncates_np[rows_np].any():
-            apply_top_k_top_p(
-                processed, batch.expanded_idx_mapping, self.state.top_k, self.state.top_p
-            )
-        return processed
-
-
-def _line_grid(batch: InputBatch) -> tuple[Tensor, Tensor]:
-    """Return (line of each place and local position, whether that line exists), [R, W]."""
-    width = int(batch.plan.num_logits_np.max())
-    j = torch.arange(width, device=batch.cu_num_logits.device)
-    valid = j < batch.num_logits_per_req[:, None]
-    grid = batch.cu_num_logits[:-1, None].long() + j
-    return grid.clamp(max=batch.num_logits - 1), valid
-
-
-def _drafts_of_lines(batch: InputBatch, state: RequestState, rows: Tensor) -> Tensor:
-    """Return the draft that each line judges, [L] int64, -1 where it judges none."""
-    num_columns = state.num_speculative_tokens
-    if num_columns == 0:
-        return torch.full_like(rows, -1)
-    local = batch.expanded_local_pos.long()
-    drafts = state.draft_tokens[rows, local.clamp(max=num_columns - 1)]
-    # The last line of a place draws the token after its last draft.
-    is_last = torch.zeros_like(rows, dtype=torch.bool)
-    is_last[batch.cu_num_logits[1:].long() - 1] = True
-    real = batch.expanded_idx_mapping >= 0
-    return torch.where(is_last | ~real | (local >= num_columns), -1, drafts)
+    def _knows_all_greedy(self, logits: Tensor, lines: Tensor) -> bool:
+        """Return whether the host knows, without a wait, that every line is greedy."""
+        if self.verifier.greedy_only:
+            return True
+        if use_triton(logits):
+            return False
+        # A step of padding alone stands for any step (memory profile): it takes the dearest path.
+        rows = lines[lines >= 0].long()
+        return len(rows) > 0 and not bool((self.state.temperature[rows] > 0).any())

@@ -1,6 +1,5 @@
 """Sampling parameters by row: written by the CPU through staged writes, read by `idx_mapping`."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,10 +9,7 @@ from specdec.types import SamplingParams
 
 
 class SamplingState:
-    """Rows of temperature, top-k, top-p and noise seed.
-
-    The numpy mirrors belong to the CPU, which owns these parameters; they tell the host which
-    operations a step can leave out.
+    """Rows of temperature, top-k, top-p and noise seed; the CPU alone writes them.
 
     Args:
         max_num_reqs: N.
@@ -27,8 +23,11 @@ class SamplingState:
         self._top_k = StagedWriteTensor(max_num_reqs, torch.int32, device, fill=vocab_size)
         self._top_p = StagedWriteTensor(max_num_reqs, torch.float32, device, fill=1.0)
         self._seeds = StagedWriteTensor(max_num_reqs, torch.int64, device)
-        self.temperature_np = np.zeros(max_num_reqs, dtype=np.float32)
-        self.truncates_np = np.zeros(max_num_reqs, dtype=bool)
+
+    @property
+    def tables(self) -> list[StagedWriteTensor]:
+        """Return what the CPU stages writes to; whoever runs the step applies them."""
+        return [self._temperature, self._top_k, self._top_p, self._seeds]
 
     @property
     def temperature(self) -> Tensor:
@@ -57,10 +56,3 @@ class SamplingState:
         self._top_k.stage_write(row, 0, top_k)
         self._top_p.stage_write(row, 0, params.top_p)
         self._seeds.stage_write(row, 0, mix_seed(seed, sample_index))
-        self.temperature_np[row] = params.temperature
-        self.truncates_np[row] = top_k < self.vocab_size or params.top_p < 1
-
-    def apply_staged_writes(self) -> None:
-        """Ship what was staged since the last step."""
-        for table in (self._temperature, self._top_k, self._top_p, self._seeds):
-            table.apply_write()

@@ -73,6 +73,7 @@ class LLM:
         if labels is not None and len(labels) != len(batch):
             raise ConfigError(f"{len(labels)} labels for {len(batch)} prompts")
         names = [f"generate-{next(self._ids)}" for _ in batch]
+        own = set(names)
         outputs: dict[str, RequestOutput] = {}
         try:
             for i, (name, prompt) in enumerate(zip(names, batch, strict=True)):
@@ -80,14 +81,14 @@ class LLM:
                 self.engine.add_request(name, prompt, params[i], label)
             while len(outputs) < len(names):
                 for increment in self.engine.step():
-                    if increment.request_id not in names:
+                    if increment.request_id not in own:
                         continue  # a caller may run requests of its own on the same engine
                     if on_increment is not None:
                         on_increment(increment)
                     if increment.output is not None:
                         outputs[increment.request_id] = increment.output
         finally:
-            for name in self.engine.unfinished_ids & set(names):
+            for name in self.engine.unfinished_ids & own:
                 self.engine.discard(name)
         return [outputs[name] for name in names]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -29,6 +30,13 @@ class EngineConfig:
         block_size: tokens a KV block.
         max_steps_in_flight: steps enqueued before an outcome is read; None takes 2 on a GPU, 1 on a
             CPU (where nothing can overlap, and the drafts are known before a step is scheduled).
+        graph_scope: what of a uniform step is one CUDA graph: "step" all of it, "draft" the
+            drafter's passes, "none" nothing; "auto" takes "step" on a GPU and "none" on a CPU. A
+            CPU has no graphs: there the fixed shapes of the scope are run as they are.
+        graph_num_reqs: requests of the captured shapes, rising; None takes powers of two up to 256
+            and max_num_reqs. A step is padded to the next of them; a larger one runs eager.
+        token_table: "device", or "pinned": the token ids of all rows stay in pinned host memory and
+            kernels read them in place (refused where the drafter scans them by torch operations).
     """
 
     device: str = "auto"
@@ -40,6 +48,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     block_size: int = 16
     max_steps_in_flight: int | None = None
+    graph_scope: str = "auto"
+    graph_num_reqs: list[int] | None = None
+    token_table: str = "device"
 
     def check(self, num_speculative_tokens: int) -> None:
         """Check every range, and that a step can hold one verification.
@@ -58,6 +69,20 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{name}={value} is not allowed; give an integer >= {lowest}")
+        for name, allowed in (
+            ("graph_scope", ("auto", "step", "draft", "none")),
+            ("token_table", ("device", "pinned")),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(
+                    f"{name}={value!r} is not allowed; give one of {', '.join(allowed)}"
+                )
+        sizes = self.graph_num_reqs
+        if sizes is not None and (sizes != sorted(set(sizes)) or not sizes or sizes[0] < 1):
+            raise ConfigError(
+                f"graph_num_reqs={sizes} is not allowed; give rising integers >= 1, or null"
+            )
         if self.max_num_batched_tokens < num_speculative_tokens + 1:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold a verification "
@@ -89,11 +114,16 @@ def check_types(cls: type, values: Mapping[str, Any], what: str) -> None:
     Raises:
         ConfigError: one has another type; the message names the key, the value and the type.
     """
-    hints = get_type_hints(cls)
+    hints = _type_hints(cls)
     for key, value in values.items():
         if not _fits(value, hints[key]):
             kind = hints[key].__name__ if isinstance(hints[key], type) else hints[key]
             raise ConfigError(f"{what} {key}={value!r} is not allowed; give a value of type {kind}")
+
+
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _fits(value: Any, hint: Any) -> bool:

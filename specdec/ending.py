@@ -11,8 +11,19 @@ from typing import Any
 from specdec.types import FinishReason, SamplingParams
 
 
+@dataclass
+class _Cursor:
+    """How far tokens were decoded."""
+
+    prefix: int = 0  # decoding begins here: a little before the last complete character
+    read: int = 0  # tokens whose text is known
+
+
 class Detokenizer:
-    """Turns tokens into text one at a time, holding back incomplete characters.
+    """Turns tokens into text, holding back incomplete characters.
+
+    With stop strings every token is decoded as it is added. Without them nothing is decoded before
+    somebody reads: the whole text in one go, or what a run of tokens added to it.
 
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=True)`; None gives empty text.
@@ -23,47 +34,30 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop_strings = tuple(stop_strings)
         self._hold = max((len(s) for s in stop_strings), default=1) - 1
-        self._token_ids: list[int] = []
-        self._prefix = 0
-        self._read = 0
+        # Of the text, without a stop token or EOS. Without stop strings they may be appended here.
+        self.token_ids: list[int] = []
         self._text = ""
-        self._streamed = 0
+        self._whole = _Cursor()  # where `_text` ends
+        # Decodes run by run, to tell how long the text was after how many tokens.
+        self._runs = _Cursor()
+        self._lengths = {0: 0}
+        self._num_measured = 0
         self.stop_string: str | None = None  # the one that was found
 
     @property
     def text(self) -> str:
         """Return the text so far, cut before a stop string."""
+        if self.stop_string is None:
+            self._extend(final=False)
         return self._text
 
     def add(self, token_id: int) -> bool:
         """Append a token; return whether a stop string was completed."""
-        self._token_ids.append(token_id)
-        return self._extend(final=False)
-
-    def finish(self) -> None:
-        """Flush a character that stayed incomplete."""
-        if self.stop_string is None and self._read < len(self._token_ids):
-            self._extend(final=True)
-
-    def stream(self, finished: bool) -> str:
-        """Return text not returned before, short of what may still become a stop string."""
-        end = len(self._text) if finished else max(self._streamed, len(self._text) - self._hold)
-        new = self._text[self._streamed : end]
-        self._streamed = end
-        return new
-
-    def _extend(self, final: bool) -> bool:
-        if self._tokenizer is None:
+        self.token_ids.append(token_id)
+        if not self._stop_strings:
             return False
-        # Decode from a little before the last complete character: spacing depends on neighbours.
-        before = self._decode(self._token_ids[self._prefix : self._read])
-        after = self._decode(self._token_ids[self._prefix :])
-        if after.endswith("\ufffd") and not final:
-            return False
-        self._prefix, self._read = self._read, len(self._token_ids)
-        new = after[len(before) :]
         start = max(0, len(self._text) - self._hold)
-        self._text += new
+        self._measure(len(self.token_ids))
         found = [(self._text.find(s, start), s) for s in self._stop_strings]
         found = [(at, s) for at, s in found if at >= 0]
         if not found:
@@ -72,9 +66,76 @@ class Detokenizer:
         self._text = self._text[:at]
         return True
 
-    def _decode(self, token_ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def finish(self) -> None:
+        """Flush a character that stayed incomplete."""
+        if self.stop_string is None:
+            self._extend(final=True)
+
+    def piece(self, start: int, end: int, final: bool) -> str:
+        """Return what a run of tokens added to the text, short of what may become a stop string.
+
+        Pieces of runs that follow each other are the text, whenever they are asked for.
+
+        Args:
+            start: tokens before the run.
+            end: tokens up to its end.
+            final: the text ends with this run: return all that is left.
+        """
+        if self._tokenizer is None:
+            return ""
+        begin = self._streamed(start)
+        if final:
+            return self.text[begin:]
+        stop = self._streamed(end)
+        return (self._text if stop <= len(self._text) else self.text)[begin:stop]
+
+    def _streamed(self, num_tokens: int) -> int:
+        """Return how much text may be shown after some tokens."""
+        if num_tokens not in self._lengths:
+            self._measure(num_tokens)
+        return max(0, self._lengths[num_tokens] - self._hold)
+
+    def _measure(self, num_tokens: int) -> None:
+        """Decode up to some tokens, and note how long the text is then."""
+        if num_tokens < self._num_measured:  # asked for out of order
+            self._runs, self._num_measured = _Cursor(), 0
+        first = self._num_measured + 1
+        if not self._decode_run(num_tokens):
+            # It ends inside a character, but there may be whole ones before.
+            for end in range(first, num_tokens):
+                self._decode_run(end)
+            self._lengths[num_tokens] = self._lengths[num_tokens - 1]
+            self._num_measured = num_tokens
+
+    def _decode_run(self, end: int) -> bool:
+        """Decode tokens up to `end`; return False where these end inside a character."""
+        both = self._runs == self._whole
+        length, read = self._lengths[self._num_measured], self._runs.read
+        new = self._decode(self._runs, end, final=False)
+        self._lengths[end] = length + len(new)
+        self._num_measured = end
+        if both:
+            self._text += new
+            self._whole.prefix, self._whole.read = self._runs.prefix, self._runs.read
+        return self._runs.read > read
+
+    def _extend(self, final: bool) -> None:
+        """Decode what is left in one go."""
+        if self._whole.read < len(self.token_ids):
+            self._text += self._decode(self._whole, len(self.token_ids), final)
+
+    def _decode(self, cursor: _Cursor, end: int, final: bool) -> str:
+        """Return the text that tokens up to `end` add, "" where it ends inside a character."""
+        if self._tokenizer is None:
+            return ""
+        # Spacing depends on neighbours, so the tokens before are decoded along.
+        token_ids, decode = self.token_ids, self._tokenizer.decode
+        before = decode(token_ids[cursor.prefix : cursor.read], skip_special_tokens=True)
+        after = decode(token_ids[cursor.prefix : end], skip_special_tokens=True)
+        if after.endswith("\ufffd") and not final:
+            return ""
+        cursor.prefix, cursor.read = cursor.read, end
+        return after[len(before) :]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ enqueued by `runner.model_runner`; outcomes are read `max_steps_in_flight - 1` s
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,9 +15,7 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-import torch
 
-from runner.async_output import StepOutput
 from runner.input_batch import StepPlan
 from runner.loader import (
     LoadedTarget,
@@ -28,14 +27,23 @@ from runner.loader import (
 from runner.model_runner import ModelRunner, RunnerConfig, StepHandle
 from runner.states import NewRow
 from sampler.sampler import Sampler
+from specdec.checks import check_pairing, check_params, check_placement
 from specdec.config import EngineConfig, from_mapping
 from specdec.ending import Detokenizer, Trimmed, trim
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError
 from specdec.intake import Prompt, PromptReader
 from specdec.kv_cache import BlockAllocator
+from specdec.outcomes import (
+    Outcomes,
+    count_outcome,
+    fold_outcomes,
+    judged,
+    new_outcomes,
+    trace_lines,
+)
 from specdec.registry import build_config
 from specdec.request import Request
-from specdec.scheduler import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerOutput
 from specdec.trace import StepTrace
 from specdec.types import (
     CompletionOutput,
@@ -48,12 +56,17 @@ from specdec.types import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+# Where captured steps are replayed, the plan's bounds on lengths grow by so many tokens at a time:
+# a plan that stays the same needs no copies.
+_COARSE_BOUND = 64
+
+
+@dataclass(slots=True)
 class _InFlight:
     """A step whose outcome was not read yet."""
 
     handle: StepHandle
-    scheduled: list[ScheduledRequest]
+    scheduled: ScheduledStep
     step: int
     started: float
 
@@ -101,12 +114,16 @@ class Engine:
         config.check(self.num_speculative_tokens)
         self.drafter = drafter_entry.cls(drafter_config)
         self.verifier = verifier_entry.cls(verifier_config)
-        self._check_pairing()
+        check_pairing(self.drafter, self.verifier)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
             target = load_target(str(target), dtype, device)
-        _check_loaded(target, config, device, dtype)
+        if not isinstance(target, LoadedTarget):
+            raise ConfigError(
+                f"target={target!r} is not allowed; give a name, a folder or a LoadedTarget"
+            )
+        check_placement(target.model, config, device, dtype)
         self.target = target
         self.tokenizer = target.tokenizer
         self.trace = trace
@@ -124,6 +141,38 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         max_num_reqs = config.max_num_reqs or (1024 if on_gpu else 64)
         self.max_steps_in_flight = config.max_steps_in_flight or (2 if on_gpu else 1)
+        self.graph_scope: str = config.graph_scope
+        if self.graph_scope == "auto":
+            self.graph_scope = "step" if on_gpu else "none"
+        # On a GPU every scope computes the same shapes, so that their texts are the same.
+        uniform_verify = on_gpu or self.graph_scope in ("step", "draft")
+        self._bound_step = _COARSE_BOUND if uniform_verify else 1
+        self.runner = self._make_runner(max_num_reqs, target)
+        # Again: a drafter may know what it offers only once it is loaded.
+        check_pairing(self.drafter, self.verifier)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_reqs,
+                config.max_num_batched_tokens,
+                self.num_speculative_tokens,
+                uniform_verify,
+            ),
+            BlockAllocator(self.runner.num_kv_blocks, config.block_size),
+        )
+        self._drafts_known = self.max_steps_in_flight == 1
+        self._reader = PromptReader(target.tokenizer, model.vocab_size, config.max_model_len)
+        self._eos_token_ids = eos_token_ids(model, target.tokenizer)
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._planned: ScheduledStep | None = None  # what the plan at hand was made for
+        self._aborted: list[Increment] = []
+        self._arrivals = itertools.count()
+        self._steps = itertools.count()
+        self._last_read = 0.0
+
+    def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
+        """Build the runner and its sampler."""
+        config, model = self.config, target.model
         runner_config = RunnerConfig(
             max_num_reqs=max_num_reqs,
             max_model_len=config.max_model_len,
@@ -131,35 +180,13 @@ class Engine:
             num_speculative_tokens=self.num_speculative_tokens,
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
+            graph_scope=self.graph_scope,
+            graph_num_reqs=config.graph_num_reqs,
+            max_steps_in_flight=self.max_steps_in_flight,
+            token_table=config.token_table,
         )
         sampler = Sampler(self.verifier, max_num_reqs, model.vocab_size, model.device)
-        self.runner = ModelRunner(model, sampler, self.drafter, runner_config, target.tokenizer)
-        self._check_pairing()  # again: a drafter may know what it offers only once it is loaded
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_reqs, config.max_num_batched_tokens, self.num_speculative_tokens
-            ),
-            BlockAllocator(self.runner.num_kv_blocks, config.block_size),
-        )
-        self._reader = PromptReader(target.tokenizer, model.vocab_size, config.max_model_len)
-        self._eos_token_ids = eos_token_ids(model, target.tokenizer)
-        self._requests: dict[str, Request] = {}
-        self._detokenizers: dict[str, Detokenizer] = {}
-        self._in_flight: deque[_InFlight] = deque()
-        self._aborted: list[Increment] = []
-        self._arrivals = itertools.count()
-        self._steps = itertools.count()
-        self._last_read = 0.0
-
-    def _check_pairing(self) -> None:
-        """Refuse a drafter whose drafts the verifier cannot judge."""
-        kinds = {1, 2} if self.drafter.capabilities.offers_q else {1}
-        if not kinds <= self.verifier.draft_kinds:
-            raise ConfigError(
-                f"verifier {self.verifier.name!r} judges draft kinds "
-                f"{sorted(self.verifier.draft_kinds)}, the drafter gives {sorted(kinds)}; "
-                f"choose another verifier or drafter"
-            )
+        return ModelRunner(model, sampler, self.drafter, runner_config, target.tokenizer)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -183,27 +210,15 @@ class Engine:
             UnsupportedError: a sampling parameter that does not work yet.
             CapacityError: the KV cache could not hold it even alone.
         """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ConfigError(f"params={params!r} is not allowed; give SamplingParams")
-        params.check_supported()
+        params = check_params(
+            SamplingParams() if params is None else params,
+            self.verifier,
+            self.num_speculative_tokens,
+            self.tokenizer is not None,
+        )
         if request_id in self._requests:
             raise ConfigError(f"request id {request_id!r} is already running; give another")
-        if self.verifier.greedy_only and params.temperature > 0:
-            raise ConfigError(
-                f"verifier {self.verifier.name!r} takes temperature 0 only, got "
-                f"{params.temperature}; use sampled_match or rejection"
-            )
         budget = params.num_speculative_tokens
-        if budget is not None and budget > self.num_speculative_tokens > 0:
-            raise ConfigError(
-                f"num_speculative_tokens={budget} of the request exceeds the engine's "
-                f"{self.num_speculative_tokens}; give at most that"
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise UnsupportedError(
-                "stop strings need a tokenizer, which this target has not; give stop_token_ids"
-            )
         text, token_ids = self._reader.read(prompt)
         arrival = next(self._arrivals)
         request = Request(
@@ -220,12 +235,16 @@ class Engine:
             ),
             label=label,
             token_ids=list(token_ids),
+            detokenizer=Detokenizer(self.tokenizer, params.stop_strings),
+            end_token_ids=frozenset(params.stop_token_ids or ()).union(
+                () if params.ignore_eos else self._eos_token_ids
+            ),
         )
+        request.outcomes = new_outcomes(self.num_speculative_tokens)
         request.stats.drafted_per_position = [0] * self.num_speculative_tokens
         request.stats.accepted_per_position = [0] * self.num_speculative_tokens
         self.scheduler.add(request)
         self._requests[request_id] = request
-        self._detokenizers[request_id] = Detokenizer(self.tokenizer, params.stop_strings)
 
     def abort(self, request_id: str) -> None:
         """End a request; its increment with finish_reason "abort" comes with the next step.
@@ -244,7 +263,8 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
-        return self._finish(request, [], Trimmed([], "abort"))
+        start = len(request.detokenizer.token_ids)
+        return self._finish(request, start, Trimmed([], "abort"))
 
     @property
     def unfinished_ids(self) -> set[str]:
@@ -262,125 +282,144 @@ class Engine:
         """Enqueue one step, read one outcome, and return what it added to which request."""
         increments, self._aborted = self._aborted, []
         started = time.perf_counter()
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(len(self._in_flight))
         for request in schedule.preempted:
             self._release(request)
-        if schedule.scheduled:
-            handle = self.runner.execute_model(self._prepare(schedule))
-            self._in_flight.append(
-                _InFlight(handle, schedule.scheduled, next(self._steps), started)
-            )
-        drained = schedule.must_drain or not schedule.scheduled
+        scheduled = schedule.step
+        if scheduled is not None:
+            plan = self._prepare(scheduled, schedule)
+            handle = self.runner.execute_model(plan, timed=self.trace is not None)
+            self._in_flight.append(_InFlight(handle, scheduled, next(self._steps), started))
+        drained = schedule.must_drain or scheduled is None
         while self._in_flight and (drained or len(self._in_flight) >= self.max_steps_in_flight):
             increments += self._read(self._in_flight.popleft())
         return increments
 
-    def _prepare(self, schedule: SchedulerOutput) -> StepPlan:
-        """Give rows and blocks to the schedule and turn it into the runner's plan."""
-        scheduled = schedule.scheduled
-        for entry in scheduled:
-            request = entry.request
-            if entry.is_new:
-                new = NewRow(
-                    request.token_ids,
-                    request.num_prompt_tokens,
-                    request.max_total_len,
-                    request.draft_budget,
-                )
-                request.row = self.runner.add_request(new, request.params, request.seed)
-                request.generation = int(self.runner.state.generation_np[request.row])
-            if entry.new_blocks:
-                assert request.row is not None
-                self.runner.add_blocks(request.row, entry.new_blocks_start, entry.new_blocks)
-        # The CPU's num_computed_tokens is a bound that already includes this step.
-        computed = max(s.request.num_computed_tokens for s in scheduled)
-        known = max(computed, *(s.request.prefill_len for s in scheduled)) + 1
-        return StepPlan(
-            rows_np=np.array([s.request.row for s in scheduled], dtype=np.int32),
-            query_lens_np=np.array([s.num_tokens for s in scheduled], dtype=np.int32),
-            is_prefill_np=np.array([s.is_prefill for s in scheduled]),
-            is_last_chunk_np=np.array([s.is_last_chunk for s in scheduled]),
-            max_seq_len=min(computed, self.config.max_model_len),
-            max_total_len=min(known, self.config.max_model_len),
+    def _prepare(self, scheduled: ScheduledStep, schedule: SchedulerOutput) -> StepPlan:
+        """Give rows and blocks to the schedule and turn it into the runner's plan.
+
+        A batch that goes on as it was gets the same arrays again, or even the same plan: the runner
+        need not ship it again then.
+        """
+        for request in schedule.new_requests:
+            new = NewRow(
+                request.token_ids,
+                request.num_prompt_tokens,
+                request.max_total_len,
+                request.draft_budget,
+            )
+            request.row = self.runner.add_request(new, request.params, request.seed)
+            request.generation = int(self.runner.state.generation_np[request.row])
+        for request, start, block_ids in schedule.new_blocks:
+            assert request.row is not None
+            self.runner.add_blocks(request.row, start, block_ids)
+        max_seq_len, max_total_len = self._bound(schedule.max_seq_len, schedule.max_total_len)
+        if scheduled is self._planned:
+            plan, rows_np = self._plan, self._plan.rows_np
+            if plan.max_seq_len == max_seq_len and plan.max_total_len == max_total_len:
+                return plan
+        else:
+            rows_np = np.array([request.row for request in scheduled.requests], dtype=np.int32)
+        self._planned = scheduled
+        self._plan = StepPlan(
+            rows_np=rows_np,
+            query_lens_np=scheduled.num_tokens,
+            is_prefill_np=scheduled.is_prefill,
+            is_last_chunk_np=scheduled.is_last_chunk,
+            max_seq_len=max_seq_len,
+            max_total_len=max_total_len,
         )
+        return self._plan
+
+    def _bound(self, *lengths: int) -> list[int]:
+        """Round bounds on lengths up, so that the plan can keep them for some steps."""
+        step, limit = self._bound_step, self.config.max_model_len
+        return [min(-(-length // step) * step, limit) for length in lengths]
 
     def _read(self, flight: _InFlight) -> list[Increment]:
         """Wait for a step's outcome and commit it to the requests that still own their rows."""
-        output = flight.handle.output.wait()
-        increments, num_committed = [], 0
-        for place, entry in enumerate(flight.scheduled):
-            request = entry.request
-            request.num_in_flight -= 1
-            request.num_in_flight_sampling -= not entry.is_prefill or entry.is_last_chunk
-            owned = (
-                self._requests.get(request.request_id) is request
-                and request.generation == flight.handle.generations[place]
+        output, scheduled = flight.handle.output.wait(), flight.scheduled
+        places, must_trim = self.scheduler.commit(
+            scheduled,
+            flight.handle.generations,
+            output.num_sampled,
+            output.num_rejected,
+            output.num_drafts if self._drafts_known else None,
+        )
+        requests, verifies, tokens = scheduled.requests, scheduled.verifies, output.sampled_tokens
+        num_sampled, num_judged = output.num_sampled, output.num_judged
+        if places is not None:
+            owned = places.tolist()
+            requests = [requests[place] for place in owned]
+            verifies = [verifies[place] for place in owned]
+            tokens, num_sampled, num_judged = (
+                tokens[places],
+                num_sampled[places],
+                num_judged[places],
             )
-            if not owned:
-                continue
-            increment = self._commit(entry, output, place, flight.step)
-            if increment is not None:
-                increments.append(increment)
-                num_committed += len(increment.new_token_ids)
-        if self.trace is not None:
-            self._trace_step(flight, num_committed)
+        outcomes = Outcomes(
+            requests, verifies, tokens.tolist(), num_sampled.tolist(), num_judged.tolist()
+        )
+        increments = self._append(outcomes, must_trim.tolist())
+        if self.trace is not None and flight.handle.timer is not None:
+            num_tokens = scheduled.num_tokens if places is None else scheduled.num_tokens[places]
+            lines = trace_lines(flight.step, num_tokens.tolist(), outcomes, increments)
+            for line in lines:
+                self.trace.add_request_step(line)
+            self._trace_step(flight, sum(len(i.new_token_ids) for i in increments))
         return increments
 
-    def _commit(
-        self, entry: ScheduledRequest, output: StepOutput, place: int, step: int
-    ) -> Increment | None:
-        """Apply a step's outcome to one request."""
-        request = entry.request
-        num_sampled = int(output.num_sampled[place])
-        request.num_computed_tokens -= int(output.num_rejected[place])
-        if self.max_steps_in_flight == 1 and num_sampled:
-            # Known before the next step is scheduled: it verifies no position without a draft.
-            request.num_drafts = int(output.num_drafts[place])
-        if num_sampled == 0:
-            return None
-        context_len = len(request.token_ids)
-        run = output.sampled_tokens[place, :num_sampled].tolist()
-        room = request.max_total_len - context_len
-        detokenizer = self._detokenizers[request.request_id]
-        trimmed = trim(run, room, request.params, self._eos_token_ids, detokenizer)
+    def _append(self, outcomes: Outcomes, must_trim: list[bool]) -> list[Increment]:
+        """Append what a step sampled; an increment for each request that got tokens."""
+        increments: list[Increment] = []
+        width = self.num_speculative_tokens + 1
+        for request, verifies, run, num_sampled, num_judged, trims in zip(
+            *outcomes, must_trim, strict=True
+        ):
+            if num_sampled == 0:
+                continue
+            del run[num_sampled:]
+            # Nothing else ends a text: of any other run `trim` would keep all.
+            if trims or not request.end_token_ids.isdisjoint(run):
+                increments.append(self._trim(request, verifies, run, num_judged))
+                continue
+            detokenizer = request.detokenizer
+            start = len(detokenizer.token_ids)
+            detokenizer.token_ids += run
+            request.token_ids += run
+            if verifies:
+                request.outcomes[num_sampled * width + num_judged] += 1
+            increments.append(Increment(request.request_id, run, detokenizer, start))
+        return increments
+
+    def _trim(self, request: Request, verifies: bool, run: list[int], num_judged: int) -> Increment:
+        """Append a run that may hold the end of its text."""
+        detokenizer, params = request.detokenizer, request.params
+        start = len(detokenizer.token_ids)
+        room = request.max_total_len - len(request.token_ids)
+        trimmed = trim(run, room, params, self._eos_token_ids, detokenizer)
         kept = trimmed.token_ids
         request.token_ids += kept
-        num_judged = int(output.num_judged[place])
-        if trimmed.finish_reason is not None:
-            num_judged = min(num_judged, len(kept))  # drafts behind the end were judged for nothing
-        num_accepted = min(num_sampled - 1, num_judged)
-        if not entry.is_prefill:
-            _count(request, len(kept), num_judged, num_accepted)
-        if self.trace is not None:
-            self.trace.add_request_step(
-                (
-                    request.request_id,
-                    request.label,
-                    step,
-                    not entry.is_prefill,
-                    context_len,
-                    entry.num_tokens,
-                    num_judged,
-                    num_accepted,
-                    len(kept),
-                    trimmed.finish_reason or "",
-                )
+        if verifies:
+            num_judged, num_accepted = judged(
+                len(run), num_judged, len(kept), trimmed.finish_reason
             )
+            count_outcome(request.stats, len(kept), num_judged, num_accepted)
         if trimmed.finish_reason is not None:
-            return self._finish(request, kept, trimmed)
-        return Increment(request.request_id, kept, detokenizer.stream(finished=False))
+            return self._finish(request, start, trimmed)
+        return Increment(request.request_id, kept, detokenizer, start)
 
-    def _finish(self, request: Request, new_token_ids: list[int], trimmed: Trimmed) -> Increment:
-        """Free what a request holds and build its output."""
+    def _finish(self, request: Request, start: int, trimmed: Trimmed) -> Increment:
+        """Free what a request holds and build its output; `start`: new tokens before this step."""
         self.scheduler.remove(request)
         self._release(request)
         del self._requests[request.request_id]
-        detokenizer = self._detokenizers.pop(request.request_id)
-        detokenizer.finish()
+        request.detokenizer.finish()
+        fold_outcomes(request.outcomes, request.stats)
         reason: FinishReason | None = trimmed.finish_reason
         completion = CompletionOutput(
             index=0,
-            text=detokenizer.text,
+            text=request.detokenizer.text,
             token_ids=request.output_token_ids,
             finish_reason=reason,
             stop_reason=trimmed.stop_reason,
@@ -393,8 +432,9 @@ class Engine:
             stats=request.stats,
             seed=request.seed,
         )
-        new_text = detokenizer.stream(finished=True)
-        return Increment(request.request_id, new_token_ids, new_text, reason, result)
+        return Increment(
+            request.request_id, trimmed.token_ids, request.detokenizer, start, reason, result
+        )
 
     def _release(self, request: Request) -> None:
         """Free a request's row, where it has one."""
@@ -404,7 +444,10 @@ class Engine:
 
     def _trace_step(self, flight: _InFlight, num_committed: int) -> None:
         assert self.trace is not None
-        phases = flight.handle.timer.phases_ms()
+        timer = flight.handle.timer
+        assert timer is not None
+        phases, total_ms = timer.phases_ms(), timer.total_ms()
+        known_ms = sum(ms for ms in phases.values() if not math.isnan(ms))
         # With more than one step in flight, a step's time begins where the last one's ended.
         now = time.perf_counter()
         step_ms = (now - max(flight.started, self._last_read)) * 1e3
@@ -415,51 +458,11 @@ class Engine:
                 flight.step,
                 plan.num_reqs,
                 plan.num_tokens,
+                flight.handle.num_computed_tokens,
                 num_committed,
                 *phases.values(),
-                max(0.0, step_ms - sum(phases.values())),
+                max(0.0, total_ms - known_ms),
+                max(0.0, step_ms - total_ms),
                 step_ms,
             )
         )
-
-
-def _check_loaded(
-    target: Any, config: EngineConfig, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Check a target that the caller may have loaded: where it is, it stays.
-
-    Raises:
-        ConfigError: it is no target, or device or dtype are given and are not its own.
-    """
-    if not isinstance(target, LoadedTarget):
-        raise ConfigError(
-            f"target={target!r} is not allowed; give a name, a folder or a LoadedTarget"
-        )
-    model = target.model
-    for name, given, own in (
-        ("device", _indexed(device), _indexed(model.device)),
-        ("dtype", dtype, model.dtype),
-    ):
-        if getattr(config, name) != "auto" and given != own:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not that of the loaded target ({own}); "
-                f"leave it out, or load the target with it"
-            )
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return a device with its index, 0 where it has none."""
-    return torch.device(device.type, device.index or 0)
-
-
-def _count(request: Request, num_committed: int, num_judged: int, num_accepted: int) -> None:
-    """Add one verification step to a request's statistics."""
-    stats = request.stats
-    stats.num_verify_steps += 1
-    stats.num_verify_tokens += num_committed
-    stats.num_drafted += num_judged
-    stats.num_accepted += num_accepted
-    for i in range(num_judged):
-        stats.drafted_per_position[i] += 1
-    for i in range(num_accepted):
-        stats.accepted_per_position[i] += 1

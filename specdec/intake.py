@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from specdec.errors import ConfigError
 
@@ -67,6 +66,8 @@ class PromptReader:
                 raise ConfigError(f"prompt holds {message!r}; {_FORMS}")
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("the target's tokenizer has no chat template; give a string")
+        from jinja2 import TemplateError  # here: nothing else needs it
+
         try:
             text = self._tokenizer.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=False

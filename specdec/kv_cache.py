@@ -31,9 +31,12 @@ class BlockAllocator:
             taken then.
         """
         missing = max(0, self.blocks_for(num_tokens) - len(block_ids))
-        if missing > len(self._free):
+        kept = len(self._free) - missing
+        if kept < 0:
             return None
-        new = [self._free.pop() for _ in range(missing)]
+        new = self._free[kept:]
+        new.reverse()
+        del self._free[kept:]
         block_ids.extend(new)
         return new
 

@@ -4,23 +4,38 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
+logger = logging.getLogger(__name__)
+
+_HANDLER_NAME = "specdec"
 _warned: set[str] = set()
 
 
 def setup_logging(level: int = logging.INFO) -> None:
     """Attach one handler on stderr to the root logger; calling it again changes nothing."""
     root = logging.getLogger()
-    if not any(isinstance(handler, RichHandler) for handler in root.handlers):
-        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%X")
+    if not any(handler.get_name() == _HANDLER_NAME for handler in root.handlers):
+        handler = _terminal_handler()
+        handler.set_name(_HANDLER_NAME)
         root.addHandler(handler)
     root.setLevel(level)
     for noisy in ("httpx", "urllib3", "filelock", "matplotlib", "git"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _terminal_handler() -> logging.Handler:
+    try:
+        from rich.console import Console
+        from rich.logging import RichHandler
+    except ModuleNotFoundError:  # a GPU host may have no more than the library itself needs
+        plain = logging.StreamHandler()
+        plain.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%X"))
+        return plain
+    return RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%X")
 
 
 def warn_once(logger: logging.Logger, message: str) -> None:
@@ -33,6 +48,22 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 @contextmanager
 def progress(description: str, total: int) -> Iterator["ProgressBar"]:
     """Show a progress bar on stderr while the block runs; silent when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield ProgressBar(None, 0)
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+    except ModuleNotFoundError:
+        warn_once(logger, "rich is not installed: no progress bars are shown")
+        yield ProgressBar(None, 0)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,18 +71,18 @@ def progress(description: str, total: int) -> Iterator["ProgressBar"]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         yield ProgressBar(bar, bar.add_task(description, total=total, note=""))
 
 
 class ProgressBar:
-    """Handle of a running progress bar."""
+    """Handle of a running progress bar; without a bar it shows nothing."""
 
-    def __init__(self, bar: Progress, task_id: int) -> None:
+    def __init__(self, bar: "Progress | None", task_id: int) -> None:
         self._bar = bar
         self._task_id = task_id
 
     def advance(self, note: str = "") -> None:
         """Move one unit forward and show `note` (for instance tokens/s) behind the bar."""
-        self._bar.update(self._task_id, advance=1, note=note)  # pyright: ignore[reportArgumentType]
+        if self._bar is not None:
+            self._bar.update(self._task_id, advance=1, note=note)  # pyright: ignore[reportArgumentType]

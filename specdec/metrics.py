@@ -22,11 +22,22 @@ Tokens per second
 Speed-up
     tokens/s of the arm / tokens/s of the autoregressive arm, both over the groups that both ran.
     A category has one only from groups that hold nothing else; "mixed" groups belong to none.
+
+The remaining ones run over *decode steps*: steps in which each request has a verify row. So no
+step counts that ran prompt tokens (a chunk in the middle of a prompt has no row) or that also
+worked for a request which had already ended.
+
 Time split
-    mean milliseconds of each phase per *decode step*: a step in which each of its requests has a
-    verify row. So no step counts that ran prompt tokens (a chunk in the middle of a prompt has no
-    row) or that also worked for a request which had already ended. The share of a phase is its
-    mean over the sum of all phases' means.
+    mean milliseconds of each phase per decode step. Phases that ran inside one launch cannot be
+    told apart: their times are NaN, and the launch's stands under "launch". A NaN counts as 0 in
+    the mean, unless the phase is NaN in every decode step: then so is its mean. The share of a
+    phase is its mean over the sum of the means that are known.
+Padding share
+    1 - sum(num_tokens) / sum(num_computed_tokens): positions that a step of a fixed shape
+    computed for no request.
+Idle positions
+    (padding + undrafted positions) / sum(num_computed_tokens): positions that were computed for
+    nothing. Undrafted as above, but over the verify rows of the decode steps.
 
 A metric whose denominator is zero is NaN, but for the accepted length.
 
@@ -52,7 +63,8 @@ CONFIDENCE = 0.95
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 20240
 MIXED = "mixed"  # the category of a group whose prompts have several
-PHASES = ("inputs", "target", "verify", "draft", "host")
+# "launch": device time inside launches that hold several phases; "host": the rest of the step.
+PHASES = ("inputs", "target", "verify", "draft", "launch", "host")
 
 Array = npt.NDArray[np.float64]
 Arm = Mapping[str, Any]  # an entry of a run's arms.json
@@ -169,21 +181,64 @@ def time_split(requests: pd.DataFrame, steps: pd.DataFrame, arms: Sequence[Arm])
         One line per arm: `num_steps` (decode steps), `<phase>_ms` and `<phase>_share` for each of
         PHASES, `step_ms` (mean wall time from a step's launch to its commit).
     """
-    rows = requests.groupby(["arm", "step"])["is_verify"].agg(num_rows="size", num_verify="sum")
-    joined = steps.merge(rows, left_on=["arm", "step"], right_index=True, how="inner")
-    decode = joined["num_verify"].eq(joined["num_reqs"]) & joined["num_rows"].eq(joined["num_reqs"])
-    joined = joined.loc[decode]
+    decode = _decode_steps(requests, steps)
     lines: list[dict[str, Any]] = []
     for arm in arms:
-        own = _of_arm(joined, arm["arm"])
-        phases_ms = {phase: _mean(own, f"{phase}_ms") for phase in PHASES}
-        total_ms = sum(phases_ms.values())
+        own = _of_arm(decode, arm["arm"])
+        phases_ms = {phase: _mean_known(own, f"{phase}_ms") for phase in PHASES}
+        total_ms = float(np.nansum(list(phases_ms.values())))
         line: dict[str, Any] = {"arm": arm["arm"], "num_steps": len(own)}
         line |= {f"{phase}_ms": mean_ms for phase, mean_ms in phases_ms.items()}
         for phase, mean_ms in phases_ms.items():
             line[f"{phase}_share"] = mean_ms / total_ms if total_ms else np.nan
-        lines.append(line | {"step_ms": _mean(own, "step_ms")})
+        lines.append(line | {"step_ms": _mean_known(own, "step_ms")})
     return pd.DataFrame(lines)
+
+
+def idle_positions(
+    requests: pd.DataFrame, steps: pd.DataFrame, arms: Sequence[Arm]
+) -> pd.DataFrame:
+    """Return which positions were computed for nothing.
+
+    Args:
+        requests, steps, arms: as for `time_split`.
+
+    Returns:
+        One line per arm, over its decode steps: `num_steps`, `num_computed` (positions that the
+        target ran), `num_padding` and `num_undrafted` of them, and `padding_share`,
+        `undrafted_share` and `idle_share` (both) of those computed.
+    """
+    decode = _decode_steps(requests, steps)
+    lines: list[dict[str, Any]] = []
+    for arm in arms:
+        own = _of_arm(decode, arm["arm"])
+        computed, used, undrafted = (
+            int(_total(own, name)) for name in ("num_computed_tokens", "num_tokens", "undrafted")
+        )
+        padding = computed - used
+        line: dict[str, Any] = {"arm": arm["arm"], "num_steps": len(own), "num_computed": computed}
+        line |= {"num_padding": padding, "num_undrafted": undrafted}
+        for name, count in (
+            ("padding_share", padding),
+            ("undrafted_share", undrafted),
+            ("idle_share", padding + undrafted),
+        ):
+            line[name] = count / computed if computed else np.nan
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _decode_steps(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the decode steps' rows of the step trace, with a column `undrafted`."""
+    counted = requests.assign(undrafted=_undrafted(requests))
+    rows = counted.groupby(["arm", "step"]).agg(
+        num_rows=("is_verify", "size"),
+        num_verify=("is_verify", "sum"),
+        undrafted=("undrafted", "sum"),
+    )
+    joined = steps.merge(rows, left_on=["arm", "step"], right_index=True, how="inner")
+    decode = joined["num_verify"].eq(joined["num_reqs"]) & joined["num_rows"].eq(joined["num_reqs"])
+    return joined.loc[decode]
 
 
 def summarise_arms(
@@ -302,12 +357,17 @@ def _prompt_ratio(
     requests: pd.DataFrame, numerator: str, denominator: str, empty: float = np.nan
 ) -> Estimate:
     """Return a ratio of sums over verify rows; a prompt without any is a unit that adds nothing."""
-    undrafted = requests["num_positions"] - 1 - requests["num_drafted"]
-    prompts = _prompts(requests)
-    counted = requests.assign(num_rows=1, num_undrafted=undrafted, prompt=prompts)
+    counted = requests.assign(
+        num_rows=1, num_undrafted=_undrafted(requests), prompt=_prompts(requests)
+    )
     counted.loc[~requests["is_verify"].astype(bool), [numerator, denominator]] = 0
     sums = _sums(counted, "prompt", [numerator, denominator])
     return estimate(sums, lambda s: _ratio(s[:, 0], s[:, 1], empty))
+
+
+def _undrafted(requests: pd.DataFrame) -> npt.NDArray[Any]:
+    """Return how many positions of each verify row held no valid draft."""
+    return np.asarray(requests["num_positions"] - 1 - requests["num_drafted"])
 
 
 def _sums(frame: pd.DataFrame, unit: str, columns: list[str]) -> Array:
@@ -319,8 +379,10 @@ def _total(frame: pd.DataFrame, column: str) -> float:
     return float(np.asarray(frame[column], dtype=np.float64).sum())
 
 
-def _mean(frame: pd.DataFrame, column: str) -> float:
-    return _total(frame, column) / len(frame) if len(frame) else np.nan
+def _mean_known(frame: pd.DataFrame, column: str) -> float:
+    """Return a mean in which NaN counts as 0; NaN where nothing else is there."""
+    values = np.asarray(frame[column], dtype=np.float64)
+    return np.nan if np.isnan(values).all() else float(np.nansum(values)) / len(values)
 
 
 def _ratio(numerator: Array, denominator: Array, empty: float = np.nan) -> Array:

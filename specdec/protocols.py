@@ -7,9 +7,9 @@ tensors, a *place* a position in the step's batch, a *slot* a place in the KV ca
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +34,15 @@ class KVSpec:
 class DrafterCapabilities:
     """What a drafter needs and offers, as data: the runner never asks for a type or a name.
 
-    `aux_layers` and `on_cpu` are refused, `graph_safe`, `variable_length` and `can_score` not read
-    yet: nothing is captured in graphs or scored, and every drafter may return -1.
+    `aux_layers` and `on_cpu` are refused, `variable_length` and `can_score` not read yet: nothing
+    is scored, and every drafter may return -1.
+
+    `graph_safe` promises fixed addresses, no host reads and no data-dependent shapes in
+    `first_pass`, `propose` and `observe`: they are captured in CUDA graphs. A drafter without it
+    runs eager, which is reported. `splits_first_pass` says that all work over the step's own
+    tokens is in `first_pass`, so that `propose` can be a graph in any step. `reads_token_table`
+    says that `state.all_token_ids` is read by torch operations, not by kernels alone, so that the
+    table has to lie in device memory.
     """
 
     hidden_states: Literal["none", "last"] = "none"
@@ -47,6 +54,8 @@ class DrafterCapabilities:
     max_context: int | None = None
     on_cpu: bool = False
     can_score: bool = False
+    splits_first_pass: bool = False
+    reads_token_table: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,19 +110,29 @@ class Noise:
     """Keyed noise of the framework; nothing else may be a source of randomness.
 
     `gumbel(rows, positions, token_ids)` returns float32 noise of the drafter's own stream, with
-    `positions` the place in the text of the token that is being drawn.
+    `positions` the place in the text of the token that is being drawn. `draw(logits, idx_mapping,
+    positions)` returns the Gumbel-max token [R] int64 of logits [R, V] (divided by the temperature)
+    with that noise, and the argmax for rows of temperature 0 and for padding: one kernel on a GPU.
     """
 
     gumbel: Callable[[Tensor, Tensor, Tensor], Tensor]
     uniform: Callable[[Tensor, Tensor], Tensor]
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class DraftContext:
-    """One step as a drafter sees it, after the target's tokens were committed."""
+    """One step as a drafter sees it, after the target's tokens were committed.
+
+    The tensors lie at fixed addresses in a captured graph, and the integers are then those of the
+    captured shape: bounds, never counts of the step at hand.
+    """
 
     state: StateView
     idx_mapping: Tensor  # [R] int32, place -> row, -1 in padding
+    query_lens: Tensor  # [R] int32, tokens that the target ran
+    samples: Tensor  # [R] int32, 1 where the place sampled (not a chunk before the last)
+    is_verify: Tensor  # [R] int32, 1 where the step verified, 0 where it ran prompt tokens
     query_start_loc: Tensor  # [R+1] int32, the target's step
     positions: Tensor  # [T] int64
     input_ids: Tensor  # [T] int64
@@ -124,10 +143,14 @@ class DraftContext:
     temperature: Tensor  # [N] float32
     noise: Noise
     block_size: int
-    max_seq_len: int  # host-known bound on total_len over the step's rows
-    query_lens_np: np.ndarray  # [R] host mirror
-    is_prefill_np: np.ndarray  # [R] bool: the step ran prompt tokens for this place
-    is_last_chunk_np: np.ndarray  # [R] bool: a prefill whose last token was reached
+    max_seq_len: int  # bound on total_len over the step's rows
+    max_query_len: int  # bound on query_lens
+    num_last_chunks: int  # prompts that ended in this step; 0 in a uniform step
+
+    @property
+    def num_reqs(self) -> int:
+        """Return R, padding included."""
+        return len(self.idx_mapping)
 
 
 @dataclass(frozen=True)
@@ -157,8 +180,18 @@ class Drafter(Protocol):
         """Forget what was kept for this row: it has a new owner."""
         ...
 
+    def first_pass(self, ctx: DraftContext) -> None:
+        """Run over the step's own tokens, before `propose`; what it leaves lies in fixed buffers.
+
+        A drafter whose capabilities say `splits_first_pass` reads `positions`, `input_ids`,
+        `query_start_loc`, `seq_lens` and `hidden_states` here alone. A step that also runs prompt
+        tokens is ragged, so there this method runs eager, while `propose`, whose tensors have one
+        line a place, is a graph all the same (and is not given those fields).
+        """
+        ...
+
     def propose(self, ctx: DraftContext) -> None:
-        """Fill `buffers.draft_tokens[row, :K]` for the step's rows."""
+        """Fill `buffers.draft_tokens[row, :K]` for the step's rows; some place sampled."""
         ...
 
     def observe(self, ctx: VerifyContext) -> None:
@@ -175,21 +208,35 @@ class VerifyInputs:
     """Everything a verifier needs for one step; logits are processed (temperature, top-k, top-p).
 
     Lines of greedy rows keep their raw logits. Line i of a request judges its draft i; the last
-    line of a request judges none.
+    line of a request judges none. No method may read a tensor on the host: verification is part of
+    the captured step.
     """
 
     logits: Tensor  # [L, V] float32; the target's own dtype where all_greedy
-    all_greedy: bool  # known on the host: every row of the step has temperature 0
+    all_greedy: bool  # a hint: True where the host knows that every row has temperature 0
     draft_tokens: Tensor  # [L] int64: the draft that this line judges, -1 = none
     draft_kind: Tensor  # [L] int8
     draft_logits: Tensor | None  # [N, K, V_draft]
-    line_grid: Tensor  # [R, W] int64: place, local position -> line (clamped where invalid)
-    line_valid: Tensor  # [R, W] bool
+    cu_num_logits: Tensor  # [R + 1] int32: lines before each place
+    max_num_logits: int  # W, bound on the lines of a place
     expanded_idx_mapping: Tensor  # [L] int32: line -> row, -1 in padding
     expanded_local_pos: Tensor  # [L] int32
     draw_positions: Tensor  # [L] int64: place in the text of the token that the line draws
     temperature: Tensor  # [N] float32
     seeds: Tensor  # [N] int64
+
+    @cached_property
+    def line_valid(self) -> Tensor:
+        """Return [R, W] bool: whether a place has a line at a local position."""
+        j = torch.arange(self.max_num_logits, device=self.cu_num_logits.device)
+        return j < self.cu_num_logits.diff()[:, None]
+
+    @cached_property
+    def line_grid(self) -> Tensor:
+        """Return [R, W] int64: place, local position -> line (clamped where there is none)."""
+        j = torch.arange(self.max_num_logits, device=self.cu_num_logits.device)
+        grid = self.cu_num_logits[:-1, None].long() + j
+        return grid.clamp(max=len(self.draft_tokens) - 1)
 
 
 @dataclass

@@ -3,15 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.ending import Detokenizer
 from specdec.types import RequestStats, SamplingParams
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request from `add_request` to its end.
 
-    The CPU's `num_computed_tokens` is an optimistic bound, used for sizing: it takes every verified
-    position as accepted until the step's outcome is read. The truth is in the state's row.
+    What a running request has computed is in the scheduler's table; the truth is in the state's
+    row.
     """
 
     request_id: str
@@ -24,16 +25,14 @@ class Request:
     label: Any = None  # the caller's own mark, carried into traces (a category, say)
     token_ids: list[int] = field(default_factory=list)  # prompt and committed tokens
     stats: RequestStats = field(default_factory=RequestStats)
+    detokenizer: Detokenizer = field(default_factory=lambda: Detokenizer(None))
+    end_token_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end this text
+    outcomes: list[int] = field(default_factory=list)  # see specdec.outcomes
 
     # Set while the request holds a row; reset by preemption.
     row: int | None = None
     generation: int = 0
-    prefill_len: int = 0
-    num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
-    num_in_flight: int = 0  # steps enqueued whose outcome was not read
-    num_in_flight_sampling: int = 0  # those of them that will commit at least one token
-    num_drafts: int | None = None  # valid drafts waiting in the row; None = not known
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -46,6 +45,6 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def is_prefilling(self) -> bool:
-        """Return whether prompt (or resumed) tokens are still to be run."""
-        return self.num_computed_tokens < self.prefill_len
+    def trim_len(self) -> int:
+        """Return the length from which on a run has to be trimmed, whatever its tokens are."""
+        return 0 if self.params.stop_strings else self.max_total_len

@@ -3,45 +3,74 @@
 Running requests come first, in order of arrival; a prompt is run in chunks inside what the token
 budget leaves. Where KV blocks run short, the request that arrived last is preempted: it gives back
 row and blocks and waits, in front, to be added again with all its tokens.
+
+What is known of the running requests is kept in columns of one table, so that a step in which all
+of them go on costs a few array operations, however many they are. Only where tokens or blocks do
+not suffice for all is every request looked at.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from specdec.errors import CapacityError
 from specdec.kv_cache import BlockAllocator
 from specdec.request import Request
+from specdec.running import UNLIMITED, RunningTable
+
+# Blocks handed out beyond what a step needs, while there are as many left for every other request.
+_BLOCKS_AHEAD = 8
 
 
-@dataclass
-class ScheduledRequest:
-    """One request's part of a step."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledStep:
+    """Who runs in a step, in the order of the batch.
 
-    request: Request
-    num_tokens: int
-    is_prefill: bool
-    is_last_chunk: bool
-    new_blocks_start: int
-    new_blocks: list[int]
-    is_new: bool = False  # it takes a row in this step
+    A batch that goes on as it was is the same object again.
+    """
+
+    requests: list[Request]
+    num_tokens: np.ndarray  # [R] int32
+    is_prefill: np.ndarray  # [R] bool
+    is_last_chunk: np.ndarray  # [R] bool, a prefill that reaches all known tokens
+    samples: np.ndarray  # [R] int32: 1 where a place will commit at least one token
+    verifies: list[bool]  # [R], whether its tokens are no prefill
+    columns: slice | np.ndarray  # [R] int64, of the running table when it was scheduled
+    num_removed: int  # requests that had left the table before; columns hold until it grows
 
 
-@dataclass
+@dataclass(slots=True)
 class SchedulerOutput:
-    """A step's schedule."""
+    """A step's schedule and what has to be done before it runs."""
 
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    step: ScheduledStep | None = None
+    new_requests: list[Request] = field(default_factory=list)  # they take a row in this step
+    # Request, where its new blocks begin in its table, and the blocks.
+    new_blocks: list[tuple[Request, int, list[int]]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)  # their rows are to be freed
     must_drain: bool = False  # outcomes in flight have to be read before anything is preempted
+    # Bounds on what the step's requests hold: context after it, and tokens after its commit.
+    max_seq_len: int = 0
+    max_total_len: int = 0
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a step."""
+    """Limits of a step.
+
+    Args:
+        max_num_reqs: running requests at most.
+        max_num_batched_tokens: tokens a step at most.
+        num_speculative_tokens: K.
+        uniform_verify: every verification gets 1 + K positions, whatever the request's budget and
+            the number of its drafts, so that all of them have one shape.
+    """
 
     max_num_reqs: int
     max_num_batched_tokens: int
     num_speculative_tokens: int
+    uniform_verify: bool = False
 
 
 class Scheduler:
@@ -57,6 +86,9 @@ class Scheduler:
         self.blocks = blocks
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.table = RunningTable(config.max_num_reqs)
+        self._steady: ScheduledStep | None = None  # the last step, where the next may repeat it
+        self._drafts_known = False
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -71,13 +103,12 @@ class Scheduler:
                 f"takes {needed} KV blocks of {self.blocks.block_size}; there are "
                 f"{self.blocks.num_blocks}; raise num_kv_blocks or lower max_tokens"
             )
-        request.prefill_len = len(request.token_ids)
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that ended; its blocks are free for the next step."""
         if request in self.running:
-            self.running.remove(request)
+            self._leave(self.running.index(request))
         else:
             self.waiting.remove(request)
         self.blocks.free(request.block_ids)
@@ -87,104 +118,257 @@ class Scheduler:
         """Return whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> SchedulerOutput:
-        """Decide the next step and advance the CPU's bounds as if all drafts were accepted."""
+    # --- before a step --------------------------------------------------------------------------
+
+    def schedule(self, num_in_flight: int = 0) -> SchedulerOutput:
+        """Decide the next step and advance the CPU's bounds as if all drafts were accepted.
+
+        Args:
+            num_in_flight: steps scheduled whose outcome was not read.
+        """
         output = SchedulerOutput()
+        if self._steady is not None and self._repeat(self._steady, output):
+            return output
         budget = self.config.max_num_batched_tokens
-        index = 0
-        while index < len(self.running):  # only requests from here on can be preempted meanwhile
-            request = self.running[index]
-            index += 1
-            if not self._can_run(request):
-                continue
-            num_tokens = self._num_tokens(request, budget)
-            if num_tokens == 0:
-                continue
-            new_blocks = self._allocate(request, num_tokens, output)
-            if output.must_drain:
-                break
-            if new_blocks is not None:
-                output.scheduled.append(self._entry(request, num_tokens, new_blocks))
-                budget -= num_tokens
-        if not output.preempted and not output.must_drain:
-            self._admit(output, budget)
-        for entry in output.scheduled:
-            entry.request.num_computed_tokens += entry.num_tokens
-            entry.request.num_in_flight += 1
-            entry.request.num_in_flight_sampling += not entry.is_prefill or entry.is_last_chunk
-            entry.request.num_drafts = None
+        wants = self._wants()
+        ends = self.table.num_computed_tokens + wants
+        if wants.sum() > budget or not self._grow_all(ends, output):
+            wants = self._fit(output, num_in_flight)
+        if self.waiting and not output.preempted and not output.must_drain:
+            wants = np.concatenate([wants, self._admit(output, budget - int(wants.sum()))])
+        if wants.any():
+            self._advance(wants, output)
         return output
 
-    def _can_run(self, request: Request) -> bool:
-        """Return whether another step can be of use before outcomes in flight are read."""
-        known = len(request.token_ids) + request.num_in_flight_sampling
-        return request.is_prefilling or known < request.max_total_len
+    def _repeat(self, step: ScheduledStep, output: SchedulerOutput) -> bool:
+        """Schedule the last step again, where that is what the rules give; else change nothing."""
+        table = self.table
+        if self.waiting and len(self.running) < self.config.max_num_reqs:
+            return False
+        if True in (table.least_len >= table.max_total_len).tolist():
+            return False
+        ends = table.num_computed_tokens + step.num_tokens
+        if not self._grow_all(ends, output):
+            return False
+        table.num_computed_tokens[:] = ends
+        table.least_len += step.samples
+        output.step = step
+        output.max_seq_len = max(ends.tolist())
+        output.max_total_len = output.max_seq_len + 1
+        return True
 
-    def _num_tokens(self, request: Request, budget: int) -> int:
-        if request.is_prefilling:
-            return min(request.prefill_len - request.num_computed_tokens, budget)
-        drafts = request.num_drafts
-        if drafts is None:
-            drafts = min(self.config.num_speculative_tokens, request.draft_budget)
-        return 1 + drafts if 1 + drafts <= budget else 0
+    def _wants(self) -> np.ndarray:
+        """Return [n] int32: tokens that each running request would run, were there no limits."""
+        table = self.table
+        # Whether another verification can be of use before outcomes in flight are read.
+        verifies = table.least_len < table.max_total_len
+        left = table.prefill_len - table.num_computed_tokens
+        return np.where(left > 0, left, np.where(verifies, table.verify_len, 0))
 
-    def _tokens_to_hold(self, request: Request, num_tokens: int) -> int:
-        """Return the positions that need blocks: the step's, and the drafter's K behind them."""
+    def _grow_all(self, ends: np.ndarray, output: SchedulerOutput) -> bool:
+        """Get the blocks for the lengths that a step reaches; none, where too few are free."""
+        table, blocks = self.table, self.blocks
+        short = ends > table.capacity
+        if True not in short.tolist():
+            return True
+        columns = np.flatnonzero(short)
+        # The drafter's K come behind the step's own positions.
         lookahead = self.config.num_speculative_tokens
-        end = request.num_computed_tokens + num_tokens + lookahead
-        return min(end, request.max_total_len)
+        ends = np.minimum(ends[columns] + lookahead, table.max_total_len[columns])
+        held = table.capacity[columns] + lookahead
+        missing = -((held - ends) // blocks.block_size)
+        spare = blocks.num_free - int(missing.sum())
+        if spare < 0:
+            return False
+        ahead = 0
+        if spare >= _BLOCKS_AHEAD * len(self.running):
+            ahead = _BLOCKS_AHEAD * blocks.block_size
+        for column, end in zip(columns.tolist(), ends.tolist(), strict=True):
+            grown = self._grow(self.running[column], end + ahead, column, output)
+            assert grown, "blocks were counted before"
+        return True
 
-    def _allocate(
-        self, request: Request, num_tokens: int, output: SchedulerOutput
-    ) -> list[int] | None:
-        """Get blocks, preempting later arrivals; None where the request itself had to go."""
-        while True:
-            hold = self._tokens_to_hold(request, num_tokens)
-            new_blocks = self.blocks.grow(request.block_ids, hold)
-            if new_blocks is not None:
-                return new_blocks
-            if any(r.num_in_flight for r in self.running):
+    def _grow(self, request: Request, num_tokens: int, column: int, out: SchedulerOutput) -> bool:
+        """Let a running request hold some tokens, at most as many as it may ever have."""
+        held = len(request.block_ids)
+        end = min(num_tokens, request.max_total_len)
+        new_blocks = self.blocks.grow(request.block_ids, end)
+        if new_blocks is None:
+            return False
+        if new_blocks:
+            out.new_blocks.append((request, held, new_blocks))
+            self.table.capacity[column] = self._capacity(request)
+        return True
+
+    def _capacity(self, request: Request) -> int:
+        """Return what a step of a request may reach with the blocks that it holds."""
+        held = len(request.block_ids) * self.blocks.block_size
+        if held >= request.max_total_len:
+            return UNLIMITED
+        return held - self.config.num_speculative_tokens
+
+    def _fit(self, output: SchedulerOutput, num_in_flight: int) -> np.ndarray:
+        """Go through the running requests where tokens or blocks do not suffice for all.
+
+        Returns:
+            [n] int32: tokens of each that still runs, 0 where it waits for the next step.
+        """
+        budget, chosen = self.config.max_num_batched_tokens, []
+        wants, prefills = self._wants().tolist(), self.table.is_prefilling.tolist()
+        computed = self.table.num_computed_tokens.tolist()
+        while len(chosen) < len(self.running):  # only requests from here on can be preempted
+            column = len(chosen)
+            num_tokens = wants[column]
+            if num_tokens > budget:  # a prompt is cut, a verification never
+                num_tokens = budget if prefills[column] else 0
+            if num_tokens:
+                end = computed[column] + num_tokens + self.config.num_speculative_tokens
+                if not self._allocate(column, end, output, num_in_flight):
+                    break
+            chosen.append(num_tokens)
+            budget -= num_tokens
+        chosen += [0] * (len(self.running) - len(chosen))
+        return np.array(chosen, dtype=np.int32)
+
+    def _allocate(self, column: int, end: int, output: SchedulerOutput, num_in_flight: int) -> bool:
+        """Get blocks, preempting later arrivals; False where the request itself cannot run."""
+        request = self.running[column]
+        while not self._grow(request, end, column, output):
+            if num_in_flight:
                 output.must_drain = True
-                return None
+                return False
             victim = self.running[-1]
             self._preempt(victim)
             output.preempted.append(victim)
             if victim is request:
-                return None
+                return False
+        return True
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
+        self._leave(self.running.index(request))
         self.blocks.free(request.block_ids)
-        request.prefill_len = len(request.token_ids)
-        request.num_computed_tokens = 0
-        request.num_drafts = None
         request.stats.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def _admit(self, output: SchedulerOutput, budget: int) -> None:
-        """Start waiting requests, first come first served, while rows, tokens and blocks last."""
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_reqs:
+    def _leave(self, column: int) -> None:
+        del self.running[column]
+        self.table.remove(column)
+        self._steady = None
+
+    def _admit(self, output: SchedulerOutput, budget: int) -> np.ndarray:
+        """Start waiting requests, first come first served, while rows, tokens and blocks last.
+
+        Returns:
+            [number admitted] int32: their tokens.
+        """
+        config, admitted = self.config, []
+        while self.waiting and budget > 0 and len(self.running) < config.max_num_reqs:
             request = self.waiting[0]
-            num_tokens = self._num_tokens(request, budget)
-            hold = self._tokens_to_hold(request, num_tokens)
-            new_blocks = self.blocks.grow(request.block_ids, hold)
+            num_tokens = min(len(request.token_ids), budget)
+            end = min(num_tokens + config.num_speculative_tokens, request.max_total_len)
+            new_blocks = self.blocks.grow(request.block_ids, end)
             if new_blocks is None:
                 break
             self.waiting.popleft()
             self.running.append(request)
-            entry = self._entry(request, num_tokens, new_blocks)
-            entry.is_new = True
-            output.scheduled.append(entry)
+            drafts = config.num_speculative_tokens
+            if not config.uniform_verify:
+                drafts = min(drafts, request.draft_budget)
+            self.table.append(request, self._capacity(request), 1 + drafts)
+            output.new_requests.append(request)
+            output.new_blocks.append((request, 0, new_blocks))
+            admitted.append(num_tokens)
             budget -= num_tokens
+        return np.array(admitted, dtype=np.int32)
 
-    def _entry(self, request: Request, num_tokens: int, new_blocks: list[int]) -> ScheduledRequest:
-        is_prefill = request.is_prefilling
-        reached = request.num_computed_tokens + num_tokens
-        return ScheduledRequest(
-            request=request,
-            num_tokens=num_tokens,
+    def _advance(self, wants: np.ndarray, output: SchedulerOutput) -> None:
+        """Build the step of those that run, and move the table behind it."""
+        table, requests = self.table, list(self.running)
+        columns: slice | np.ndarray = slice(0, len(requests))
+        if not wants.all():
+            columns = np.flatnonzero(wants)
+            wants = wants[columns]
+            requests = [requests[column] for column in columns.tolist()]
+        prefill_len, start = table.prefill_len[columns], table.num_computed_tokens[columns]
+        end = start + wants
+        is_prefill = start < prefill_len
+        is_last_chunk = is_prefill & (end == prefill_len)
+        verifies = (~is_prefill).tolist()
+        output.step = step = ScheduledStep(
+            requests=requests,
+            num_tokens=wants,
             is_prefill=is_prefill,
-            is_last_chunk=is_prefill and reached == request.prefill_len,
-            new_blocks_start=len(request.block_ids) - len(new_blocks),
-            new_blocks=new_blocks,
+            is_last_chunk=is_last_chunk,
+            samples=(~is_prefill | is_last_chunk).astype(np.int32),
+            verifies=verifies,
+            columns=columns,
+            num_removed=table.num_removed,
         )
+        output.max_seq_len = max(end.tolist())
+        output.max_total_len = max(output.max_seq_len, *prefill_len.tolist()) + 1
+        table.num_computed_tokens[columns] = end
+        table.least_len[columns] += step.samples
+        if self._drafts_known:
+            table.verify_len[columns] = table.full_len[columns]
+        steady = not self._drafts_known and len(requests) == len(self.running) and all(verifies)
+        self._steady = step if steady else None
+
+    # --- after a step ---------------------------------------------------------------------------
+
+    def commit(
+        self,
+        step: ScheduledStep,
+        generations: np.ndarray,
+        num_sampled: np.ndarray,
+        num_rejected: np.ndarray,
+        num_drafts: np.ndarray | None = None,
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Take in a step's outcome, in the order in which steps were scheduled.
+
+        Args:
+            step: as it was scheduled.
+            generations: [R], of the rows when it ran; an outcome never reaches a later owner.
+            num_sampled: [R] tokens that it committed.
+            num_rejected: [R] positions that it computed for nothing.
+            num_drafts: [R] drafts that wait for the next step, where that is known in time.
+
+        Returns:
+            The places whose requests still run, None for all; and for each of them whether its run
+            has to be trimmed because of its length (or because of stop strings): bool.
+        """
+        table, columns, places, samples = self.table, step.columns, None, step.samples
+        if step.num_removed != table.num_removed:
+            places, columns = self._locate(step, generations)
+            samples, num_sampled = samples[places], num_sampled[places]
+            num_rejected = num_rejected[places]
+            num_drafts = None if num_drafts is None else num_drafts[places]
+        if num_drafts is not None and not self.config.uniform_verify:
+            # The next step verifies no position without a draft.
+            table.verify_len[columns] = 1 + num_drafts
+            self._drafts_known = True
+        if isinstance(columns, slice):  # then these are views
+            computed, total_len = table.num_computed_tokens[columns], table.total_len[columns]
+            least_len = table.least_len[columns]
+            computed -= num_rejected
+            least_len -= samples
+            least_len += num_sampled
+            total_len += num_sampled
+            return places, total_len >= table.trim_len[columns]
+        table.num_computed_tokens[columns] -= num_rejected
+        table.least_len[columns] += num_sampled - samples
+        table.total_len[columns] += num_sampled
+        return places, table.total_len[columns] >= table.trim_len[columns]
+
+    def _locate(
+        self, step: ScheduledStep, generations: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find an earlier step's requests: the places of those that still run, their columns."""
+        column_of = {request: column for column, request in enumerate(self.running)}
+        places, columns = [], []
+        owners = zip(step.requests, generations.tolist(), strict=True)
+        for place, (request, generation) in enumerate(owners):
+            column = column_of.get(request)
+            if column is not None and request.generation == generation:
+                places.append(place)
+                columns.append(column)
+        return np.array(places, dtype=np.int64), np.array(columns, dtype=np.int64)

@@ -1,9 +1,10 @@
 """Step traces: what every metric is derived from, buffered as columns and written as Parquet."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd
 
 REQUEST_COLUMNS = (
     "request_id",  # str
@@ -21,11 +22,13 @@ STEP_COLUMNS = (
     "step",
     "num_reqs",
     "num_tokens",
+    "num_computed_tokens",  # of them and of padding, what the target ran
     "num_committed",
-    "inputs_ms",
+    "inputs_ms",  # NaN, like the three below, where it ran inside a longer launch
     "target_ms",
     "verify_ms",
     "draft_ms",
+    "launch_ms",  # inside launches that hold several phases
     "host_ms",  # the rest of the step: scheduling, enqueueing, trimming, detokenizing
     "step_ms",
 )
@@ -48,12 +51,16 @@ class StepTrace:
         for column, value in zip(self._steps.values(), values, strict=True):
             column.append(value)
 
-    def requests(self) -> pd.DataFrame:
+    def requests(self) -> "pd.DataFrame":
         """Return the rows per request and step."""
+        import pandas as pd  # here: an engine collects its trace on hosts that have no pandas
+
         return pd.DataFrame(self._requests)
 
-    def steps(self) -> pd.DataFrame:
+    def steps(self) -> "pd.DataFrame":
         """Return the rows per step."""
+        import pandas as pd
+
         return pd.DataFrame(self._steps)
 
     def write(self, folder: Path, **constants: Any) -> None:

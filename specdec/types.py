@@ -1,7 +1,7 @@
 """What a caller gives and gets: sampling parameters, requests' outputs and their statistics."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from specdec.config import check_types
 from specdec.errors import ConfigError, UnsupportedError
@@ -183,12 +183,51 @@ class RequestOutput:
         return self.outputs[0].logprobs
 
 
-@dataclass
-class Increment:
-    """What one engine step added to one request."""
+class TextSource(Protocol):
+    """What knows the text of a request's tokens, such as `specdec.ending.Detokenizer`."""
 
-    request_id: str
-    new_token_ids: list[int]
-    new_text: str
-    finish_reason: FinishReason | None = None
-    output: RequestOutput | None = None  # set with finish_reason
+    def piece(self, start: int, end: int, final: bool) -> str: ...
+
+
+class Increment:
+    """What one engine step added to one request.
+
+    Args:
+        request_id: whose it is.
+        new_token_ids: the tokens.
+        source: knows their text.
+        start: new tokens of the request that came before.
+        finish_reason: why the request ended, None while it goes on.
+        output: everything about a request that ended, None while it goes on.
+    """
+
+    __slots__ = ("_source", "_start", "finish_reason", "new_token_ids", "output", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        new_token_ids: list[int],
+        source: TextSource,
+        start: int,
+        finish_reason: FinishReason | None = None,
+        output: RequestOutput | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.new_token_ids = new_token_ids
+        self.finish_reason: FinishReason | None = finish_reason
+        self.output = output
+        self._source = source
+        self._start = start
+
+    @property
+    def new_text(self) -> str:
+        """Return the text they added; it is decoded when it is read, now or later."""
+        end = self._start + len(self.new_token_ids)
+        return self._source.piece(self._start, end, self.finish_reason is not None)
+
+    def __repr__(self) -> str:
+        """Show what came, without the text."""
+        return (
+            f"Increment({self.request_id!r}, {self.new_token_ids}, "
+            f"finish_reason={self.finish_reason!r})"
+        )

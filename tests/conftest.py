@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,24 @@ with torch.device("cpu"):
 
 def _selects(config: pytest.Config, marker: str) -> bool:
     """Return whether `-m` asks for tests with this marker."""
-    expression = config.getoption("markexpr")
+    expression = str(config.getoption("markexpr"))
     return marker in expression and f"not {marker}" not in expression
+
+
+def _selects_only(config: pytest.Config, marker: str) -> bool:
+    """Return whether no test without this marker can be selected by `-m`."""
+    words = str(config.getoption("markexpr")).split()
+    return words[:1] == [marker] and "or" not in words
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave modules without a GPU test alone under `-m gpu`.
+
+    To look into a module, pytest imports it, and most need packages that a GPU host may lack.
+    """
+    if collection_path.suffix != ".py" or not _selects_only(config, "gpu"):
+        return None
+    return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
 
 
 def _poisoning(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

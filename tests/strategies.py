@@ -1,17 +1,16 @@
 """Shared builders: states with permuted rows and poison everywhere else, steps over them.
 
-Hypothesis draws sizes and a seed; the data come from a generator with that seed, so that an example
-is small to print and shrink.
+A case is a handful of sizes and a seed, small to print; the data come from a generator with that
+seed. The cases of a test are drawn when it is collected, always the same ones. Kernel tests run on
+GPU hosts too, which need not have hypothesis: nothing here may import it.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import Phase, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.buffers import StagedWriteTensor
@@ -20,16 +19,27 @@ from runner.states import RequestState
 from tests.poison import fill_poison
 
 VOCAB_SIZE = 1000
-# Kernel tests launch in Triton's interpreter, which takes milliseconds a program.
-KERNEL = settings(
-    max_examples=15,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),  # examples are small; shrinking one takes minutes
-)
-QUICK = settings(max_examples=50, deadline=None, derandomize=True)
+NUM_CASES = 14  # kernel tests launch in Triton's interpreter, which takes milliseconds a program
 
-seeds = st.integers(0, 2**32 - 1)
+
+def draw_cases(num: int = NUM_CASES, **axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Draw cases: a value of every axis for each, and a `seed` for the rest of it.
+
+    Independent draws would leave a value out now and then. Here the values of an axis come in
+    random order, each about as often as any other, so that none is left out where `num` allows.
+
+    Args:
+        num: of cases.
+        axes: the values that each field of a case may take.
+    """
+    rng = np.random.default_rng(0)
+    columns: dict[str, list[Any]] = {}
+    for name, values in axes.items():
+        rounds = [rng.permutation(len(values)) for _ in range(-(-num // len(values)))]
+        order = rng.permutation(np.concatenate(rounds)[:num])
+        columns[name] = [values[i] for i in order]
+    columns["seed"] = rng.integers(2**32, size=num).tolist()
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def state_tensors(state: Any) -> dict[str, Tensor]:
@@ -82,7 +92,7 @@ def assert_other_rows_untouched(state: RequestState, before: RequestState, rows:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What hypothesis draws of a step; the rest comes from the seed."""
+    """The sizes of a step; the rest comes from the seed."""
 
     num_rows: int  # N
     num_real: int
@@ -93,22 +103,7 @@ class StepSizes:
     seed: int
 
 
-@st.composite
-def step_sizes(draw: Callable[..., Any], max_drafts: int = 8) -> StepSizes:
-    """Draw the sizes of a step; lengths reach over the kernels' block of 256 tokens."""
-    num_real = draw(st.integers(0, 5))
-    return StepSizes(
-        num_rows=num_real + draw(st.integers(1, 4)),
-        num_real=num_real,
-        num_padding=draw(st.integers(0 if num_real else 1, 3)),
-        num_speculative_tokens=draw(st.integers(0, max_drafts)),
-        block_size=draw(st.sampled_from([1, 3, 16])),
-        max_model_len=draw(st.sampled_from([37, 700])),
-        seed=draw(seeds),
-    )
-
-
-# A full step with chunks longer than a kernel's block, beside what hypothesis happens to draw.
+# A full step with chunks longer than a kernel's block, beside what happens to be drawn.
 LONG_STEP = StepSizes(
     num_rows=12,
     num_real=9,
@@ -118,6 +113,22 @@ LONG_STEP = StepSizes(
     max_model_len=700,
     seed=7,
 )
+
+
+def step_sizes(max_drafts: int = 8) -> list[StepSizes]:
+    """Draw the sizes of some steps; lengths reach over the kernels' block of 256 tokens."""
+    cases = draw_cases(
+        num_more=range(1, 5),
+        num_real=range(6),
+        num_padding=range(4),
+        num_speculative_tokens=range(max_drafts + 1),
+        block_size=[1, 3, 16],
+        max_model_len=[37, 700],
+    )
+    for case in cases:
+        case["num_rows"] = case["num_real"] + case.pop("num_more")
+        case["num_padding"] = case["num_padding"] or int(case["num_real"] == 0)  # R is at least 1
+    return [LONG_STEP, *(StepSizes(**case) for case in cases)]
 
 
 class StepCase:
@@ -161,10 +172,14 @@ class StepCase:
         )
 
     def buffers(self) -> InputBuffers:
-        """Return poisoned buffers that are a little larger than the step."""
+        """Return buffers a little larger than the step: its plan is there, all else is poison."""
         plan = self.plan
         num_logits = int(plan.num_logits_np.sum())
-        return InputBuffers(plan.num_reqs + 2, plan.num_tokens + 5, num_logits + 3, self.device)
+        sizes = plan.num_reqs + 2, plan.num_tokens + 5, num_logits + 3
+        buffers = InputBuffers(*sizes, self.device)
+        buffers.stage(plan, plan.num_reqs, 0)
+        buffers.columns.apply_write()
+        return buffers
 
     def sampled(self, batch: InputBatch) -> tuple[Tensor, Tensor]:
         """Return a verifier's outcome: tokens [R, W], -1 behind the run, and the runs' lengths."""

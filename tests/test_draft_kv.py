@@ -72,10 +72,13 @@ class KvCheck:
         committed = len(request.token_ids)
         assert state.total_len.tensor[request.row] == committed
         assert state.all_token_ids.tensor[request.row, :committed].tolist() == request.token_ids
-        assert computed == request.num_computed_tokens
+        scheduler = self.engine.scheduler
+        column = scheduler.running.index(request)
+        assert computed == scheduler.table.num_computed_tokens[column]
         # The target has not seen a sampled token yet; the draft has: it drafted what follows.
         target_ids = request.token_ids[:computed]
-        draft_ids = target_ids if request.is_prefilling else request.token_ids
+        prefilling = scheduler.table.is_prefilling[column]
+        draft_ids = target_ids if prefilling else request.token_ids
         self.num_checked += 1
         return max(
             largest_error(self.target, runner.kv, self.slots(request.row, computed), target_ids),
@@ -94,8 +97,9 @@ class KvCheck:
                 if increment.output is not None:
                     accepted += increment.output.stats.num_accepted
             # A row is at rest only where no step that advances it is still unread.
-            for request in self.engine._requests.values():
-                if request.row is not None and request.num_in_flight == 0:
+            unread = {r for f in self.engine._in_flight for r in f.scheduled.requests}
+            for request in self.engine.scheduler.running:
+                if request not in unread:
                     worst = max(worst, self.request_error(request))
         assert accepted > 0
         assert self.num_checked > len(PROMPTS)
@@ -139,18 +143,18 @@ def test_draft_kv_that_skips_the_last_accepted_draft_is_noticed(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The draft's own passes never saw the last draft: without the first pass its KV would be stale.
-    right = draft_inputs.first_pass
+    right = draft_inputs.first_pass_inputs
 
     def only_last(ctx: Any, kv: Any) -> Any:
         step = right(ctx, kv)
-        if not ctx.is_prefill_np.any():
-            keep = torch.zeros_like(step.attn_metadata.write_slots, dtype=torch.bool)
+        if ctx.is_verify.all():
+            keep = torch.zeros_like(step.attn_metadata.slot_mapping, dtype=torch.bool)
             keep[step.last_indices] = True
-            slots = torch.where(keep, step.attn_metadata.write_slots, kv.trash_slot)
-            step.attn_metadata.write_slots = slots
+            slots = torch.where(keep, step.attn_metadata.slot_mapping, -1)
+            step.attn_metadata.slot_mapping = slots
         return step
 
-    monkeypatch.setattr("drafters.draft_model.first_pass", only_last)
+    monkeypatch.setattr("drafters.draft_model.first_pass_inputs", only_last)
     drafter = {"name": "draft_model", "model": folder}
     target = tiny_target(tiny_model("llama", vocab_size=V))
     llm = LLM(target, drafter, "greedy", K, max_model_len=48)

@@ -226,13 +226,17 @@ def trim_in_runs(
     bounds = sorted({0, len(token_ids), *cuts})
     for start, end in itertools.pairwise(bounds):
         run = token_ids[start:end]
+        before = len(detokenizer.token_ids)
         trimmed = trim(run, room - len(kept), params, frozenset({EOS}), detokenizer)
         kept += trimmed.token_ids
         if trimmed.finish_reason is not None:
+            detokenizer.finish()
+            streamed.append(detokenizer.piece(before, len(kept), final=True))
             break
-        streamed.append(detokenizer.stream(finished=False))
-    detokenizer.finish()
-    streamed.append(detokenizer.stream(finished=True))
+        streamed.append(detokenizer.piece(before, len(kept), final=False))
+    else:
+        detokenizer.finish()
+        streamed.append(detokenizer.piece(len(kept), len(kept), final=True))
     return kept, trimmed, detokenizer.text, streamed
 
 
@@ -289,11 +293,11 @@ def test_end_of_a_text_does_not_depend_on_how_it_is_cut_into_runs(
 def test_nothing_that_becomes_a_stop_string_was_streamed(token_ids: list[int], stop: str) -> None:
     detokenizer = Detokenizer(TOKENIZER, [stop])
     streamed = ""
-    for token_id in token_ids:
+    for i, token_id in enumerate(token_ids):
         found = detokenizer.add(token_id)
         # Checked before anything more is streamed: a cut must not reach what already went out.
         assert detokenizer.text.startswith(streamed)
-        streamed += detokenizer.stream(finished=False)
+        streamed += detokenizer.piece(i, i + 1, final=False)
         if found:
             break
     assert stop not in streamed

@@ -1,13 +1,30 @@
-"""The bench's questions and its summary; the timing itself is run by `make bench`."""
+"""The benches' options, tables and records; the timing itself is run by `make bench`."""
 
+import dataclasses
+import io
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
 
-from experiments.bench import bench_questions
+from experiments import bench
+from experiments.bench import BENCHES, Bench, bench_questions, load_bench, plain, register_benches
 from experiments.bench_generate import GenerateBenchConfig, summarise_generate_bench
+from experiments.bench_step import StepBenchConfig
+from experiments.bench_tables import (
+    attention_tables,
+    generate_tables,
+    line_tables,
+    step_tables,
+)
+from experiments.cli import CONF_DIR, VERSION_BASE
 from specdec.errors import ConfigError
 
 
@@ -65,3 +82,210 @@ def test_no_file_takes_the_projects_questions() -> None:
 def test_count_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"bench\.max_tokens=0"):
         GenerateBenchConfig(max_tokens=0)
+
+
+def compose_bench(*overrides: str) -> tuple[Bench, Any]:
+    register_benches()
+    with initialize_config_dir(str(CONF_DIR), version_base=VERSION_BASE):
+        found, config, _ = load_bench(compose("bench", overrides=list(overrides)))
+    return found, config
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_is_an_option_with_the_defaults_of_its_module(name: str) -> None:
+    found, config = compose_bench(f"bench={name}")
+    assert found is BENCHES[name]
+    assert config == found.config_cls()
+    assert (CONF_DIR / "bench" / f"{name}.yaml").is_file()
+
+
+def test_no_bench_is_generate_and_values_reach_it() -> None:
+    found, config = compose_bench("bench.ngram_k=[3]", "files=[a.jsonl]")
+    assert found is BENCHES["generate"]
+    assert config == GenerateBenchConfig(ngram_k=[3])
+    assert compose_bench("bench=step", "bench.num_reqs=[2,4]")[1].num_reqs == [2, 4]
+
+
+def run_app(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, record: Path | None = None
+) -> int:
+    given = [*overrides, f"hydra.run.dir={folder}"] + ([f"record={record}"] if record else [])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(sys, "argv", ["bench.py", *given])
+    return bench.main()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["bench=stp"], ["bench=stp", "'step'", "generate"]),
+        (["bench.max_tokns=3"], ["bench.max_tokns", "'max_tokens'"]),
+        (["bench.max_tokens=0"], ["bench.max_tokens=0", ">= 1"]),
+        (["bench.ngram_k=x"], ["bench.ngram_k='x'", "a list"]),
+        (["+bench.foo=1"], ["bench.foo", "max_tokens"]),
+        (["bench.name=stp"], ["'stp'", "'step'"]),
+        (["bench.name=step"], ["bench.target", "num_reqs"]),
+        (["bench=step", "bench.num_steps=many"], ["bench.num_steps='many'", "an integer"]),
+        (["bench=step", "bench.num_steps=0"], ["bench.num_steps=0", ">= 1"]),
+        (["bench=step", "files=[a.jsonl]"], ["files=['a.jsonl']", "bench=step"]),
+        (["bench=attention"], ["bench=attention", "GPU"]),
+        (["bench=attention", "bench.shapes=[8c]"], ["bench.shapes", "'8c'", "known: 8b, 135m"]),
+        (["bench=attention", "bench.batches=[1,0]"], ["bench.batches=[1, 0]", ">= 1"]),
+        (["bench=attention", "bench.query_lens=[600]"], ["bench.query_lens=[600]", "shortest"]),
+        (["bench=attention", "bench.bound=9"], ["bench.bound=9", ">= 32768"]),
+        (["bench=host", "bench.batch_sizes=[]"], ["bench.batch_sizes=[]", ">= 1"]),
+        (["files=[nowhere.jsonl]"], ["nowhere.jsonl", "no such file"]),
+        (["bench=step"], ["bench=step", "GPU"]),
+    ],
+    ids=lambda value: " ".join(value) if value and "=" in value[0] else "",
+)
+def test_a_mistake_is_one_sentence(
+    overrides: list[str],
+    parts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_app(monkeypatch, tmp_path, *overrides) == 1
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    assert said.startswith("error: ")
+    for part in parts:
+        assert part in said
+
+
+def step_line(drafter: str, scope: str, num_reqs: int) -> dict[str, Any]:
+    """A line as `experiments.bench_step` gives it."""
+    graph = scope == "step"
+    calls = {"cudaEventSynchronize": 1.0, "cudaEventRecord": 3.0}
+    line = {
+        "drafter": drafter,
+        "scope": scope,
+        "num_reqs": num_reqs,
+        "step_us": 1234.4,
+        "host_us": 321.0,
+        "runtime_calls": calls | ({"cudaGraphLaunch": 1.0} if graph else {"cudaLaunchKernel": 9.5}),
+        "kernel_launches": 1.0 if graph else 9.5,
+        "graph_launches": float(graph),
+        "num_nodes": 456.0,
+        "pageable_copies": 0.0,
+        "early_waits": 0.25,
+        "profiled_gaps_inside_launch_us": 77.7 if graph else None,
+        "device_us": 1111.0 if graph else None,
+    }
+    return line | ({"idle_share": 0.1} if graph else {})
+
+
+def step_record() -> dict[str, Any]:
+    lines = [
+        step_line(drafter, scope, num_reqs)
+        for drafter in ("none", "ngram", "draft_model")
+        for scope in ("step", "draft", "none")
+        for num_reqs in (1, 8, 64)
+    ]
+    kernels = {"num_reqs": 64, "prepare_inputs_us": 5.43, "staged_writes_launches": 1.0}
+    return {"bench": "step", "kernels": kernels, "lines": lines}
+
+
+def shown(tables: list[Any]) -> list[str]:
+    console = Console(width=120, record=True, file=io.StringIO())
+    for table in tables:
+        console.print(table)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 120
+    assert not any("\u2026" in line for line in lines)  # nothing is cut
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_step_tables_show_figures_and_runtime_calls() -> None:
+    lines = shown(step_tables(step_record()))
+    assert "ngram step 8 1234 321 1111 10.0% 1.0 1.0 1.0 456.0 78" in lines
+    assert "ngram none 8 1234 321 - - 9.5 0.0 1.0 456.0 -" in lines
+    assert f"cudaGraphLaunch{' 1.00' * 9}" in lines
+    assert f"cudaEventRecord{' 3.00' * 9}" in lines
+    assert not any(line.startswith("cudaLaunchKernel") for line in lines)  # not of scope step
+    assert f"waits before the launch{' 0.25' * 9}" in lines
+    assert "prepare_inputs_us 5.43" in lines
+
+
+def test_step_tables_without_a_scope_step() -> None:
+    record = step_record()
+    record["lines"] = [line for line in record["lines"] if line["scope"] == "none"]
+    assert not any("runtime calls" in line for line in shown(step_tables(record)))
+
+
+def test_generate_table_has_a_dash_for_what_was_not_measured() -> None:
+    summary = summarise_generate_bench(bench_rows(), num_resamples=50).to_dict("records")
+    lines = shown(generate_tables(plain({"summary": summary})))
+    assert "transformers 5.0 - 1.00 [1.00, 1.00] 1.00 [1.00, 1.00] 2/2" in lines
+    assert "ngram 10.0 1.80 2.00 [2.00, 2.00] 2.00 [2.00, 2.00] 2/2" in lines
+
+
+def test_attention_table_shows_rates_and_launches() -> None:
+    line = {
+        "shape": "8b",
+        "batch": 8,
+        "context": 4096,
+        "query_len": 5,
+        "bound": None,
+        "dtype": "bfloat16",
+        "us": 45.06,
+        "read_bytes": 134217728,
+        "gb_per_s": 2978.7,
+        "of_ceiling": 0.745,
+        "launch": {"block_m": 32, "block_n": 64, "max_splits": 16, "num_warps": 4, "num_stages": 3},
+    }
+    lines = shown(attention_tables({"read_ceiling_gb_per_s": 3998.2, "lines": [line]}))
+    assert any("the device reads 3998 GB/s" in text for text in lines)
+    figures = "8b 8 4096 5 45.1 134.2 2979 74.5%"
+    assert any(text.startswith(f"{figures} block_m=32 block_n=64") for text in lines)
+
+
+def test_lines_are_shown_as_they_are() -> None:
+    lines: list[dict[str, Any]] = [
+        {"num_reqs": 8, "kind": "decode", "us": 12.345, "split": {"read": True, "plan": None}},
+        {"num_reqs": 64, "kind": "decode", "us": 12345.6, "ratio": 0.91},
+    ]
+    text = shown(line_tables({"bench": "host", "lines": lines}))
+    assert "kind num reqs us split read split plan ratio" in text
+    assert "decode 8 12.3 yes - -" in text
+    assert "decode 64 12346 - - 0.910" in text
+
+
+def test_a_record_is_json_without_nan() -> None:
+    value = {"a": float("nan"), "b": [np.float32(0.5), np.int64(3)], "c": ("x", None, np.inf)}
+    assert plain(value) == {"a": None, "b": [0.5, 3], "c": ["x", None, None]}
+    assert plain({1: np.array([1.0, np.nan])}) == {"1": [1.0, None]}
+
+
+def test_the_app_writes_the_record_and_prints_its_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: StepBenchConfig, files: list[str], folder: Path) -> dict[str, Any]:
+        return {"config": dataclasses.asdict(config), **step_record()}
+
+    monkeypatch.setitem(BENCHES, "step", dataclasses.replace(BENCHES["step"], run=run))
+    record = tmp_path / "records" / "step.json"
+    assert run_app(monkeypatch, tmp_path, "bench=step", record=record) == 0
+    written = json.loads(record.read_text())
+    assert written == json.loads((tmp_path / "bench.json").read_text())
+    assert list(written) == ["bench", "provenance", "config", "kernels", "lines"]
+    assert written["bench"] == "step"
+    assert written["provenance"]["dtype"] == "bfloat16"
+    assert written["provenance"]["duration_s"] is not None
+    assert written["lines"] == step_record()["lines"]
+    out = capsys.readouterr().out
+    assert "cudaGraphLaunch" in out
+    assert str(record) in out
+
+
+def test_the_host_bench_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["bench.batch_sizes=[2]", "bench.num_blocks=1", "bench.steps_a_block=2"]
+    assert run_app(monkeypatch, tmp_path, "bench=host", *options) == 0
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert written["lines"]
+    assert all(line["step_us"] > 0 for line in written["lines"])
+    assert "step us" in capsys.readouterr().out

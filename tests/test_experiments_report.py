@@ -24,6 +24,7 @@ ARMS = (
     ("oracle K=8", "oracle", 8, 0.8, "different"),
 )
 ALL_NONE = (ARMS[0], ("ngram K=4", "ngram", 4, 0.0, "not checked"))
+LAUNCH_HEADERS = ("Ran as", "Times", "Why eager")
 VOID = {"area", "br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 
 
@@ -32,8 +33,12 @@ def write_run(
     arms: tuple[tuple[str, str, int, float, str], ...] = ARMS,
     prompts_per_category: int = 3,
     num_tokens: int = 30,
+    launches: dict[str, int] | None = None,
 ) -> Path:
-    """Write a run folder; an arm whose drafts are never accepted proposes none at all."""
+    """Write a run folder; an arm whose drafts are never accepted proposes none at all.
+
+    With `launches` it is a GPU's, whose steps are one graph and padded to twice their size.
+    """
     rng = np.random.default_rng(0)
     requests: list[tuple[Any, ...]] = []
     steps: list[tuple[Any, ...]] = []
@@ -43,7 +48,7 @@ def write_run(
         for group, category in enumerate(CATEGORIES * prompts_per_category):
             first, rest = (f"{category}-{group}", category), (k, 1, arm)
             requests.append((*first, step, False, 12, 12, 0, 0, 1, "", *rest))
-            steps.append((step, 1, 12, 1, 0.3, 30.0, 0.2, 0.1, 1.4, 32.0, arm))
+            steps.append((step, 1, 12, 12, 1, 0.3, 30.0, 0.2, 0.1, 0.0, 1.4, 32.0, arm))
             made, wall_s = 1, 0.032
             while made < num_tokens:
                 step += 1
@@ -54,9 +59,13 @@ def write_run(
                 values = (k + 1, drafted, min(accepted, drafted), kept)
                 reason = "length" if made + kept == num_tokens else ""
                 requests.append((*first, step, True, 12 + made, *values, reason, *rest))
-                phases = np.array([0.3, 18 + 0.4 * k, 0.2, 0.3 * k + 0.05, 1.4])
+                phases = np.array([0.3, 18 + 0.4 * k, 0.2, 0.3 * k + 0.05, 0.0, 1.4])
                 phases *= rng.uniform(0.9, 1.2)
-                steps.append((step, 1, k + 1, kept, *phases, phases.sum(), arm))
+                if launches is not None:
+                    phases = np.array([*[0.0] * 4, phases[:4].sum(), phases[5]])
+                shown = np.where(phases, phases, np.nan) if launches is not None else phases
+                tokens = (k + 1, (k + 1) * (1 if launches is None else 2))
+                steps.append((step, 1, *tokens, kept, *shown, phases.sum(), arm))
                 made, wall_s = made + kept, wall_s + phases.sum() / 1e3
             timings.append((arm, k, group, category, 1, made, wall_s))
             step += 1
@@ -69,7 +78,9 @@ def write_run(
     columns = ["arm", "k", "group", "category", "num_prompts", "num_tokens", "wall_s"]
     frame = pd.DataFrame(timings, columns=columns)
     frame.to_parquet(folder / "timings.parquet", index=False)
-    (folder / "arms.json").write_text(json.dumps([arm_entry(*arm) for arm in arms]))
+    (folder / "arms.json").write_text(
+        json.dumps([arm_entry(*arm) | launching(launches) for arm in arms])
+    )
     provenance = {
         "commit": "0123abc",
         "dirty": True,
@@ -104,6 +115,18 @@ def arm_entry(arm: str, drafter: str, k: int, _: float, status: str) -> dict[str
             "num_equal": checked,
             "note": note,
         },
+    }
+
+
+def launching(launches: dict[str, int] | None) -> dict[str, Any]:
+    if launches is not None:
+        capture = {"num_graphs": 5, "seconds": 1.26, "num_bytes": 3 << 19}
+        return {"device": "cuda", "graph_scope": "step", "launches": launches, "capture": capture}
+    return {
+        "device": "cpu",
+        "graph_scope": "none",
+        "launches": {"target eager: graph_scope is none": 130},
+        "capture": {"num_graphs": 0, "seconds": 0.0, "num_bytes": 0},
     }
 
 
@@ -218,6 +241,66 @@ def test_page_states_verdicts_provenance_and_config_escaped(page: Page) -> None:
     assert "note: <b>&amp;</b>" in page.text
 
 
+def test_page_says_what_ran_without_graphs(page: Page) -> None:
+    assert page.lines.count(["Arm", "Graph scope", "Part of the step", *LAUNCH_HEADERS]) == 1
+    for arm in ARMS:
+        line = [arm[0], "none", "target", "eager", "130", "graph_scope is none"]
+        assert line in page.lines
+    idle = [line for line in page.lines if len(line) == 8 and line[5:] == ["-", "-", "-"]]
+    assert [line[0] for line in idle] == [arm[0] for arm in ARMS]
+    assert idle[0][2:5] == ["0.0%", "0.0%", "0.0%"]
+    assert all(line[2] == "0.0%" and line[3] == line[4] != "0.0%" for line in idle[1:])
+    header = next(line for line in page.lines if "Decode steps" in line)
+    assert "target, ms" in header
+    assert "launch, ms" not in header
+
+
+def test_page_says_what_was_launched_and_what_ran_eager_and_why(tmp_path: Path) -> None:
+    launches = {
+        "propose": 9,
+        "target eager: more than 4 requests": 2,
+        "target eager: the step runs prompt tokens": 9,
+        "step": 120,
+    }
+    folder = write_run(tmp_path, ALL_NONE, launches=launches)
+    page = Page(report.build_report(folder).read_text(encoding="utf-8"))
+    for arm in ALL_NONE:
+        own = [line for line in page.lines if line[:2] == [arm[0], "step"]]
+        assert [line[2:] for line in own] == [
+            ["step", "one graph", "120", "-"],
+            ["target", "eager", "9", "the step runs prompt tokens"],
+            ["target", "eager", "2", "more than 4 requests"],
+            ["propose", "one graph", "9", "-"],
+        ]
+    idle = [line for line in page.lines if line[5:] == ["5", "1.5", "1.3"]]
+    assert [line[2:5] for line in idle] == [["50.0%", "0.0%", "50.0%"], ["50.0%", "40.0%", "90.0%"]]
+    place, header = next((i, ln) for i, ln in enumerate(page.lines) if "Decode steps" in ln)
+    times = page.lines[place + 1]
+    assert times[header.index("target, ms")] == "-"
+    assert times[header.index("launch, ms")].endswith("%)")
+    assert "nan" not in " ".join(cell for row in page.lines for cell in row)
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [("steps.parquet", "num_computed_tokens, launch_ms"), ("arms.json", "capture, device")],
+)
+def test_a_run_of_an_older_version_is_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, lacking: str
+) -> None:
+    write_run(tmp_path, ARMS[:1], prompts_per_category=1)
+    if name == "steps.parquet":
+        frame = pd.read_parquet(tmp_path / name)
+        frame.drop(columns=["num_computed_tokens", "launch_ms"]).to_parquet(tmp_path / name)
+    else:
+        (tmp_path / name).write_text(json.dumps([arm_entry(*ARMS[0])]))
+    assert report.main([str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    assert f"{name} lacks {lacking}" in message
+    assert "run it again with this version" in message
+    assert message.count("\n") == 1
+
+
 def test_rebuilding_gives_the_same_bytes(folder: Path) -> None:
     before = (folder / "report.html").read_bytes()
     report.build_report(folder)
@@ -306,7 +389,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_arms_and_traces_must_agree(tmp_path: Path) -> None:
     write_run(tmp_path)
-    entries = [arm_entry(*arm) for arm in ARMS]
+    entries = [arm_entry(*arm) | launching(None) for arm in ARMS]
     (tmp_path / "arms.json").write_text(json.dumps(entries[:2]))
     with pytest.raises(ConfigError, match="oracle K=8"):
         report.build_report(tmp_path)

@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import experiments.run
+import experiments.run_folder
 from experiments.arms import Arm, Played, encode, play
 from experiments.cli import CONF_DIR, VERSION_BASE
 from experiments.run import RunResult, execute
@@ -122,6 +124,8 @@ def test_a_run_leaves_the_whole_folder(run: Callable[..., RunResult]) -> None:
         assert arm["verdict"]["dtype"] == "float32"
         assert arm["verdict"]["num_compared"] == arm["verdict"]["num_equal"] == 2
     assert all(arm["kv_bytes"] > 0 and arm["num_skipped"] == 0 for arm in arms)
+    assert {(arm["device"], arm["graph_scope"]) for arm in arms} == {("cpu", "none")}
+    assert all(arm["capture"]["num_graphs"] == 0 for arm in arms)
 
     requests = pd.read_parquet(folder / "requests.parquet")
     assert set(requests.columns) == {*REQUEST_COLUMNS, "arm", "k", "turn"}
@@ -131,6 +135,12 @@ def test_a_run_leaves_the_whole_folder(run: Callable[..., RunResult]) -> None:
     assert set(requests["label"]) == {"short", "other"}
     steps = pd.read_parquet(folder / "steps.parquet")
     assert set(steps.columns) == {*STEP_COLUMNS, "arm"}
+    assert not steps.isna().any(axis=None)
+    assert set(steps["launch_ms"]) == {0.0}
+    assert (steps["num_computed_tokens"] == steps["num_tokens"]).all()
+    for arm in arms:  # every step is counted, and none of the warm-up
+        num_steps = (steps["arm"] == arm["arm"]).sum()
+        assert arm["launches"]["target eager: graph_scope is none"] == num_steps
     timings = pd.read_parquet(folder / "timings.parquet")
     assert list(timings.groupby("arm")["num_prompts"].sum()) == [3, 3, 3]
     assert list(timings["group"].unique()) == [0, 1, 2]
@@ -149,10 +159,35 @@ def test_a_run_leaves_the_whole_folder(run: Callable[..., RunResult]) -> None:
     metrics = pd.read_csv(folder / "metrics.csv")
     assert {"accept/length/ngram K=4", "speed/tokens_per_s/none"} <= set(metrics["name"])
     assert {"speed/speedup/ngram K=7", "time/target_ms/none"} <= set(metrics["name"])
+    assert {"positions/padding_share/none", "positions/idle_share/ngram K=4"} <= set(
+        metrics["name"]
+    )
     assert OmegaConf.load(folder / "config.yaml").num_speculative_tokens == 4
     assert result.report.is_file()
     assert result.tables
     assert not list(folder.glob(".*.part"))
+
+
+def test_a_run_with_graphs_counts_launches_and_padding(
+    run: Callable[..., RunResult], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["batch_size=3", "engine.graph_scope=step", "engine.graph_num_reqs=[2]"]
+    with caplog.at_level(logging.INFO, logger="experiments.run"):
+        folder = run(*options, "equality.enabled=false").folder
+    steps = pd.read_parquet(folder / "steps.parquet")
+    for arm in json.loads((folder / "arms.json").read_text()):
+        own = steps.loc[steps["arm"] == arm["arm"]]
+        launches = arm["launches"]
+        assert arm["graph_scope"] == "step"
+        assert arm["capture"]["num_graphs"] == (1 if arm["k"] == 0 else 2)
+        eager = [n for what, n in launches.items() if what.startswith("target eager: ")]
+        assert launches["step"] + sum(eager) == len(own)
+        launched = own.loc[own["target_ms"].isna()]
+        assert len(launched) == launches["step"] > 0
+        assert (launched["launch_ms"] > 0).all()
+        assert set(launched["num_computed_tokens"]) == {2 * (arm["k"] + 1)}
+        assert f"steps of {arm['arm']}: " in caplog.text
+        assert f"{launches['step']} x step" in caplog.text
 
 
 def test_provenance_names_code_and_device_but_no_person_or_machine(
@@ -280,11 +315,13 @@ def test_what_a_killed_run_leaves_can_be_reported(
         return play(*args)
 
     monkeypatch.setattr(experiments.run, "play", die_late)
-    monkeypatch.setattr(RunFolder, "flush_if_due", RunFolder.flush)
+    monkeypatch.setattr(experiments.run_folder, "_FLUSH_EVERY_S", 0.0)
+    monkeypatch.setattr(experiments.run_folder, "_FLUSH_SHARE", float("inf"))
     with pytest.raises(KeyboardInterrupt):
         run()
     folder = tmp_path / "run"
     assert set(pd.read_parquet(folder / "timings.parquet")["group"]) == {0, 1}
+    assert all(arm["launches"] for arm in json.loads((folder / "arms.json").read_text()))
     assert build_report(folder).is_file()
 
 

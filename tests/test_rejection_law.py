@@ -1,8 +1,8 @@
 """Rejection sampling writes texts with the target's own joint law, whatever is drafted.
 
 Many rows go through several steps of the verifier against a target whose every text is enumerable.
-Each bug that is injected must fail the very same test. The engine is held to the law in
-test_rejection_law_engine.py.
+Each bug that is injected must fail the very same test. On a GPU the verifier's kernels go through
+the same tests. The engine is held to the law in test_rejection_law_engine.py.
 """
 
 import dataclasses
@@ -17,8 +17,15 @@ from torch import Tensor
 
 from sampler.gumbel import gumbel_sample, gumbel_sample_ref
 from sampler.noise import STREAM_DRAFT, STREAM_TARGET, mix_seed, noise_gumbel, noise_key
+from sampler.verify.judge import Judgement
 from sampler.verify.rejection import RejectionConfig, RejectionVerifier
-from specdec.protocols import DRAFT_KIND_NONE, DRAFT_KIND_ONE_HOT, DRAFT_KIND_WITH_Q, VerifyInputs
+from specdec.protocols import (
+    DRAFT_KIND_NONE,
+    DRAFT_KIND_ONE_HOT,
+    DRAFT_KIND_WITH_Q,
+    VerifyInputs,
+    VerifyOutputs,
+)
 from tests.statistics import (
     ChiSquare,
     chi_square,
@@ -59,12 +66,12 @@ def dense_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def after(table: Tensor, texts: Tensor) -> Tensor:
     """Return the logits after texts [n, t], t >= 2, [n, V]."""
-    return table[texts[:, -2], texts[:, -1]]
+    return table.to(texts.device)[texts[:, -2], texts[:, -1]]
 
 
 def kinds_of(drafts: Tensor, kind: int) -> Tensor:
     """Return one kind for all rows, [n] int8."""
-    return torch.full((len(drafts),), kind, dtype=torch.int8)
+    return torch.full((len(drafts),), kind, dtype=torch.int8, device=drafts.device)
 
 
 def one_hot(sign: float) -> Propose:
@@ -74,7 +81,8 @@ def one_hot(sign: float) -> Propose:
         for _ in range(K):
             texts = torch.cat([texts, (sign * after(TABLE, texts)).argmax(1, keepdim=True)], 1)
         drafts = texts[:, -K:]
-        return drafts, kinds_of(drafts, DRAFT_KIND_ONE_HOT), torch.zeros(len(texts), K, V)
+        logits = torch.zeros(len(texts), K, V, device=texts.device)
+        return drafts, kinds_of(drafts, DRAFT_KIND_ONE_HOT), logits
 
     return propose
 
@@ -87,7 +95,7 @@ def sampled(factor: float) -> Propose:
         for _ in range(K):
             logits.append(factor * after(TABLE, texts))
             key = noise_key(seeds, torch.full_like(seeds, texts.shape[1]), STREAM_DRAFT)
-            ids = torch.arange(V, dtype=torch.int32)
+            ids = torch.arange(V, dtype=torch.int32, device=texts.device)
             noise = noise_gumbel((key[0][:, None], key[1][:, None]), ids)
             texts = torch.cat([texts, (logits[-1] + noise).argmax(1, keepdim=True)], 1)
         drafts = texts[:, -K:]
@@ -116,7 +124,8 @@ def cut(propose: Propose) -> Propose:
     def shortened(texts: Tensor, seeds: Tensor) -> Proposal:
         drafts, kinds, logits = propose(texts, seeds)
         keep = (seeds // 7 + texts.shape[1]) % (K + 1)
-        drafts = torch.where(torch.arange(K) < keep[:, None], drafts, -1)
+        column = torch.arange(K, device=texts.device)
+        drafts = torch.where(column < keep[:, None], drafts, -1)
         return drafts, torch.where(keep > 0, kinds, DRAFT_KIND_NONE).to(torch.int8), logits
 
     return shortened
@@ -160,24 +169,24 @@ def lines_of(
 ) -> VerifyInputs:
     """Lay out one verification of K + 1 lines for each text."""
     drafts, kinds, draft_logits = proposal
-    n = len(texts)
-    rows = torch.arange(n, dtype=torch.int32)
-    judged = torch.cat([drafts, torch.full((n, 1), -1)], 1)
+    n, device = len(texts), texts.device
+    rows = torch.arange(n, dtype=torch.int32, device=device)
+    judged = torch.cat([drafts, drafts.new_full((n, 1), -1)], 1)
     longer = torch.cat([texts, drafts.clamp(min=0)], 1)
     t = texts.shape[1]
     logits = torch.stack([after(table, longer[:, : t + j]) for j in range(K + 1)], 1)
-    local = torch.arange(K + 1).repeat(n)
+    local = torch.arange(K + 1, device=device).repeat(n)
     return VerifyInputs(
         logits=logits.view(-1, V),
         draft_tokens=judged.reshape(-1),
         draft_kind=kinds.repeat_interleave(K + 1),
         draft_logits=draft_logits,
-        line_grid=torch.arange(n * (K + 1)).view(n, K + 1),
-        line_valid=torch.ones(n, K + 1, dtype=torch.bool),
+        cu_num_logits=(K + 1) * torch.arange(n + 1, dtype=torch.int32, device=device),
+        max_num_logits=K + 1,
         expanded_idx_mapping=rows.repeat_interleave(K + 1),
         expanded_local_pos=local.int(),
         draw_positions=t + local,
-        temperature=torch.full((n,), temperature),
+        temperature=torch.full((n,), temperature, device=device),
         seeds=seeds,
         all_greedy=False,
     )
@@ -185,16 +194,20 @@ def lines_of(
 
 @functools.cache
 def write_texts(
-    verifier_cls: type[RejectionVerifier], name: str, temperature: float = 1.0, top_p: float = 1.0
+    verifier_cls: type[RejectionVerifier],
+    name: str,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    device: str = "cpu",
 ) -> Texts:
     """Write NUM_TEXTS texts, each step from where the last one left each row."""
     verifier, propose = verifier_cls(RejectionConfig()), PROPOSALS[name]
     table = target_table(temperature, top_p)
     width = len(PROMPT) + LENGTH
-    tokens = torch.full((NUM_TEXTS, width + K), -1)
+    tokens = torch.full((NUM_TEXTS, width + K), -1, device=device)
     tokens[:, : len(PROMPT)] = torch.tensor(PROMPT)
-    seeds = torch.tensor([mix_seed(i, 0) for i in range(NUM_TEXTS)])
-    lengths = torch.full((NUM_TEXTS,), len(PROMPT))
+    seeds = torch.tensor([mix_seed(i, 0) for i in range(NUM_TEXTS)], device=device)
+    lengths = torch.full((NUM_TEXTS,), len(PROMPT), device=device)
     first_accepted = np.zeros(0)
     # Rows of equal length are verified together: the shortest ones advance.
     for t in range(len(PROMPT), width):
@@ -207,8 +220,8 @@ def write_texts(
         tokens[rows, t : t + K + 1] = outputs.sampled_tokens
         lengths[rows] += outputs.num_sampled
         if t == len(PROMPT):
-            first_accepted = outputs.num_sampled.numpy() - 1
-    return Texts(tokens[:, len(PROMPT) : width].numpy(), first_accepted)
+            first_accepted = outputs.num_sampled.cpu().numpy() - 1
+    return Texts(tokens[:, len(PROMPT) : width].cpu().numpy(), first_accepted)
 
 
 def exact_law(temperature: float, top_p: float) -> np.ndarray:
@@ -273,9 +286,9 @@ def test_one_hot_draft_is_accepted_as_often_as_the_target_draws_it() -> None:
 class ResidualFromTarget(RejectionVerifier):
     """After a rejection the token is drawn from the target instead of the residual."""
 
-    def _next_tokens(self, inputs: VerifyInputs, lines: Tensor) -> Tensor:
+    def _next_tokens(self, inputs: VerifyInputs, judgement: Judgement) -> Tensor:
         without = torch.full_like(inputs.draft_tokens, -1)
-        return super()._next_tokens(dataclasses.replace(inputs, draft_tokens=without), lines)
+        return super()._next_tokens(dataclasses.replace(inputs, draft_tokens=without), judgement)
 
 
 class ResidualSharesDraftNoise(RejectionVerifier):
@@ -287,32 +300,32 @@ class ResidualSharesDraftNoise(RejectionVerifier):
 class AcceptsAlways(RejectionVerifier):
     """Every draft is kept."""
 
-    def _accepted(self, inputs: VerifyInputs) -> Tensor:
-        return inputs.draft_tokens >= 0
+    def _judge(self, inputs: VerifyInputs) -> Judgement:
+        return dataclasses.replace(super()._judge(inputs), accepted=inputs.draft_tokens >= 0)
 
 
 class QOfTheFirstDraft(RejectionVerifier):
     """Every draft is judged by the law that drew the first one of its run."""
 
-    def _draft_law(self, inputs: VerifyInputs, lines: Tensor) -> Tensor:
+    def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         first = torch.zeros_like(inputs.expanded_local_pos)
-        return super()._draft_law(dataclasses.replace(inputs, expanded_local_pos=first), lines)
+        return super().verify(dataclasses.replace(inputs, expanded_local_pos=first))
 
 
 class OneAcceptanceForAllPositions(RejectionVerifier):
     """Acceptance noise does not know the position: each draft alone still has the right law."""
 
-    def _accepted(self, inputs: VerifyInputs) -> Tensor:
+    def _judge(self, inputs: VerifyInputs) -> Judgement:
         fixed = torch.zeros_like(inputs.draw_positions)
-        return super()._accepted(dataclasses.replace(inputs, draw_positions=fixed))
+        return super()._judge(dataclasses.replace(inputs, draw_positions=fixed))
 
 
 class OneResidualForAllPositions(RejectionVerifier):
     """Noise of drawn tokens does not know the position."""
 
-    def _next_tokens(self, inputs: VerifyInputs, lines: Tensor) -> Tensor:
+    def _next_tokens(self, inputs: VerifyInputs, judgement: Judgement) -> Tensor:
         fixed = torch.zeros_like(inputs.draw_positions)
-        return super()._next_tokens(dataclasses.replace(inputs, draw_positions=fixed), lines)
+        return super()._next_tokens(dataclasses.replace(inputs, draw_positions=fixed), judgement)
 
 
 BUGS = [
@@ -344,6 +357,36 @@ def test_injected_bug_of_one_position_hides_from_single_tokens() -> None:
     law = window_law(exact_law(1.0, 1.0), 0, 1)
     assert chi_square(window_counts(texts.tokens, 0, 1, V), law).passes
     assert not law_test(texts).passes
+
+
+# --- the kernels, on a GPU ------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "temperature", "top_p"), CASES)
+def test_kernels_write_texts_with_the_joint_law_of_the_target(
+    name: str, temperature: float, top_p: float
+) -> None:
+    texts = write_texts(RejectionVerifier, name, temperature, top_p, "cuda")
+    result = law_test(texts, temperature, top_p)
+    assert result.passes, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bug", "name"), BUGS)
+def test_bug_around_the_kernels_breaks_the_joint_law(
+    bug: type[RejectionVerifier], name: str
+) -> None:
+    result = law_test(write_texts(bug, name, device="cuda"))
+    assert not result.passes, result
+
+
+@pytest.mark.gpu
+def test_kernels_write_the_texts_of_their_twins() -> None:
+    for name in PROPOSALS:
+        texts, twin = (write_texts(RejectionVerifier, name, device=d) for d in ("cuda", "cpu"))
+        # A logarithm that rounds otherwise may turn a close call.
+        assert (texts.tokens != twin.tokens).any(1).mean() < 1e-3, name
 
 
 def test_dense_noise_draws_the_same_tokens() -> None:

@@ -231,13 +231,13 @@ def test_accepting_every_draft_breaks_the_law(folders: dict[str, str]) -> None:
 def test_draft_law_of_another_temperature_breaks_the_law(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = DraftModelDrafter._draw
+    right = DraftModelDrafter._sample
 
     def unscaled(self: Any, ctx: DraftContext, logits: Tensor, *rest: Any) -> Tensor:
         token = right(self, ctx, logits, *rest)
         self.buffers.draft_logits[ctx.idx_mapping.long(), rest[-1]] = logits
         return token
 
-    monkeypatch.setattr(DraftModelDrafter, "_draw", unscaled)
+    monkeypatch.setattr(DraftModelDrafter, "_sample", unscaled)
     result, _ = law_test(draft_model(folders["other"]), COLD)
     assert not result.passes, result

@@ -1,5 +1,6 @@
 """Staged writes against a numpy model, host copies that alias nothing, poisoned fresh memory."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from runner import buffers
 from runner.buffers import StagedWriteTensor, copy_to_device
-from runner.input_batch import InputBuffers
+from runner.input_batch import InputBuffers, StepPlan
 from tests.poison import POISON
 
 CPU = torch.device("cpu")
@@ -109,9 +110,9 @@ class Launches:
     def __init__(self) -> None:
         self.num_writes: list[int] = []
 
-    def __call__(self, base: Any, meta: torch.Tensor, *args: Any) -> None:
-        self.num_writes.append(meta.shape[1])
-        buffers.apply_writes_ref(base, meta, *args)
+    def __call__(self, tables: Any, addresses: Any, header: torch.Tensor, *args: Any) -> None:
+        self.num_writes.append(len(header))
+        buffers.apply_writes_ref(tables, addresses, header, *args)
 
 
 @pytest.fixture
@@ -157,6 +158,46 @@ def test_device_side_advance_of_another_row_survives_a_staged_row() -> None:
     lengths.tensor[0] += 5
     lengths.apply_write()
     assert lengths.tensor.tolist() == [15, 0, 20]
+
+
+def test_columns_of_a_plan_are_shipped_where_they_changed(launches: Launches) -> None:
+    inputs, rng = InputBuffers(6, 60, 60, CPU), np.random.default_rng(0)
+
+    def staged(plan: StepPlan, num_places: int) -> list[int]:
+        """Ship a plan, compare what the device has, return the numbers of columns shipped."""
+        launches.num_writes.clear()
+        inputs.stage(plan, num_places, 3)
+        inputs.columns.apply_write()
+        num_padding = num_places - plan.num_reqs
+        expected = np.stack(
+            [
+                np.append(plan.rows_np, [-1] * num_padding),
+                np.append(plan.query_lens_np, [3] * num_padding),
+                np.append(plan.num_logits_np, [3] * num_padding),
+                np.append(plan.samples_np, [0] * num_padding),
+                np.append(~plan.is_prefill_np, [0] * num_padding),
+            ]
+        )
+        assert np.array_equal(inputs.columns.tensor.numpy()[:, :num_places], expected)
+        return list(launches.num_writes)
+
+    for _ in range(30):
+        num_reqs = int(rng.integers(1, 7))
+        is_prefill = rng.random(num_reqs) < 0.5
+        plan = StepPlan(
+            rows_np=rng.permutation(9)[:num_reqs].astype(np.int32),
+            query_lens_np=rng.integers(1, 9, num_reqs).astype(np.int32),
+            is_prefill_np=is_prefill,
+            is_last_chunk_np=is_prefill & (rng.random(num_reqs) < 0.5),
+            max_seq_len=40,
+            max_total_len=40,
+        )
+        num_places = int(rng.integers(num_reqs, 7))
+        staged(plan, num_places)
+        assert staged(plan, num_places) == []
+        moved = dataclasses.replace(plan, rows_np=plan.rows_np + 10)
+        assert staged(moved, num_places) == [1], "only the rows differ"
+        assert staged(dataclasses.replace(moved, rows_np=moved.rows_np.copy()), num_places) == []
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32])

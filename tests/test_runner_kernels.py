@@ -1,10 +1,10 @@
 """Each kernel of the runner against its torch twin, on permuted rows with poison in all others."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.buffers import apply_writes, apply_writes_ref
@@ -13,14 +13,13 @@ from runner.postprocess import limit_drafts, limit_drafts_ref, post_update, post
 from runner.prepare import prepare_inputs, prepare_inputs_ref
 from tests.poison import POISON, fill_poison
 from tests.strategies import (
-    KERNEL,
     LONG_STEP,
     StepCase,
     StepSizes,
     assert_other_rows_untouched,
     assert_same,
     clone_state,
-    seeds,
+    draw_cases,
     state_tensors,
     step_sizes,
 )
@@ -28,44 +27,57 @@ from tests.strategies import (
 pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]
 
 
-@st.composite
-def write_cases(draw: st.DrawFn) -> tuple[torch.dtype, int, int, list[int], int]:
-    """Draw dtype, rows, row length, lengths of the writes (one a row), seed."""
-    row_len = draw(st.sampled_from([1, 63, 1024, 2100]))
-    lengths = draw(st.lists(st.integers(1, row_len), min_size=1, max_size=4))
-    dtype = draw(st.sampled_from([torch.int32, torch.int64, torch.float32]))
-    return dtype, len(lengths) + draw(st.integers(1, 3)), row_len, lengths, draw(seeds)
+def write_cases() -> list[dict[str, Any]]:
+    """Draw tables' dtypes and row lengths, writes a table, where the packet lies, seed."""
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    return draw_cases(
+        dtypes=[[i32], [i64], [f32], [i32, i32], [i64, i32], [f32, i64], [i32, f32, i64]],
+        row_len=[1, 63, 1024, 2100],
+        num_writes=range(1, 5),
+        num_other_rows=range(1, 4),
+        is_pinned=[False, True],
+    )
 
 
-@KERNEL
-@given(write_cases())
+@pytest.mark.parametrize("case", write_cases())
 def test_apply_writes_equals_its_twin_and_touches_nothing_else(
-    device: torch.device, case: tuple[torch.dtype, int, int, list[int], int]
+    device: torch.device, case: dict[str, Any]
 ) -> None:
-    dtype, num_rows, row_len, lengths, seed = case
-    rng = np.random.default_rng(seed)
-    starts = [int(rng.integers(0, row_len - length + 1)) for length in lengths]
-    rows = rng.permutation(num_rows)[: len(lengths)]
-    meta = torch.from_numpy(np.stack([rows, np.array(starts)])).to(device)
-    cu_lens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).to(device)
-    values = torch.from_numpy(rng.integers(-(2**24), 2**24, sum(lengths))).to(device, dtype)
-    base = torch.empty(num_rows, row_len, dtype=dtype, device=device)
-    fill_poison(base)
-    actual, expected = base.clone(), base.clone()
-    apply_writes(actual, meta, cu_lens, values, max(lengths))
-    apply_writes_ref(expected, meta, cu_lens, values, max(lengths))
-    assert_same({"base": actual}, {"base": expected})
-    # The twin itself, against plain slices.
-    begin = 0
-    for row, start, length in zip(rows, starts, lengths, strict=True):
-        base[row, start : start + length] = values[begin : begin + length]
-        begin += length
-    assert_same({"base": actual}, {"base": base})
+    rng = np.random.default_rng(case["seed"])
+    row_len, num_writes = case["row_len"], case["num_writes"]
+    shape = (num_writes + case["num_other_rows"], row_len)
+    expected = [fill_poison(torch.empty(shape, dtype=dtype)) for dtype in case["dtypes"]]
+    actual, twin = ([base.to(device, copy=True) for base in expected] for _ in range(2))
+    header: list[tuple[int, int, int, int]] = []
+    words: list[Tensor] = []
+    for table, base in enumerate(expected):
+        width = base.dtype.itemsize // 4
+        for row in rng.permutation(len(base))[:num_writes].tolist():
+            length = int(rng.integers(1, row_len + 1))
+            start = int(rng.integers(0, row_len - length + 1))
+            values = torch.from_numpy(rng.integers(-(2**24), 2**24, length)).to(base.dtype)
+            base[row, start : start + length] = values
+            cell, begin = width * (row * row_len + start), sum(map(len, words))
+            header.append((table, cell, begin, width * length))
+            words.append(values.view(torch.int32))
+    order = rng.permutation(len(header))
+    packet = [torch.tensor(header)[order], torch.cat(words)]
+    if not case["is_pinned"]:
+        packet = [part.to(device) for part in packet]
+    elif device.type == "cuda":
+        packet = [part.pin_memory() for part in packet]
+    max_len = max(length for *_, length in header)
+    for tables, apply in ((actual, apply_writes), (twin, apply_writes_ref)):
+        flat = [base.view(-1).view(torch.int32) for base in tables]
+        addresses = torch.tensor([base.data_ptr() for base in flat]).to(device)
+        apply(flat, addresses, packet[0], packet[1], max_len)
+    for base, by_kernel, by_twin in zip(expected, actual, twin, strict=True):
+        assert_same(
+            {"kernel": by_kernel.cpu(), "twin": by_twin.cpu()}, dict(kernel=base, twin=base)
+        )
 
 
-@KERNEL
-@given(step_sizes())
-@example(LONG_STEP)
+@pytest.mark.parametrize("sizes", step_sizes())
 def test_prepare_inputs_equals_its_twin(device: torch.device, sizes: StepSizes) -> None:
     case = StepCase(sizes, device)
     if sizes == LONG_STEP:
@@ -73,8 +85,11 @@ def test_prepare_inputs_equals_its_twin(device: torch.device, sizes: StepSizes) 
     before, twin_state = clone_state(case.state), clone_state(case.state)
     buffers, twin_buffers = case.buffers(), case.buffers()
     batch, twin_batch = buffers.batch(case.plan), twin_buffers.batch(case.plan)
-    prepare_inputs(batch, case.state, sizes.block_size)
-    prepare_inputs_ref(twin_batch, twin_state, sizes.block_size)
+    step = torch.tensor([41], dtype=torch.int32, device=device)
+    twin_step = step.clone()
+    prepare_inputs(batch, case.state, sizes.block_size, step)
+    prepare_inputs_ref(twin_batch, twin_state, sizes.block_size, twin_step)
+    assert (int(step), int(twin_step)) == (42, 42)
     # Whole buffers: what lies behind the step's views stays poison in both.
     assert_same(state_tensors(buffers), state_tensors(twin_buffers))
     assert_same(state_tensors(case.state), state_tensors(before))
@@ -125,9 +140,7 @@ def _slot(case: StepCase, state: dict[str, np.ndarray], row: int, pos: int) -> i
     return block * size + pos % size
 
 
-@KERNEL
-@given(step_sizes())
-@example(LONG_STEP)
+@pytest.mark.parametrize("sizes", step_sizes())
 def test_post_update_equals_its_twin(device: torch.device, sizes: StepSizes) -> None:
     case = StepCase(sizes, device)
     before, twin_state = clone_state(case.state), clone_state(case.state)
@@ -156,9 +169,7 @@ def test_post_update_equals_its_twin(device: torch.device, sizes: StepSizes) -> 
     assert (committed[~inside] == POISON).all()
 
 
-@KERNEL
-@given(step_sizes(max_drafts=9))
-@example(LONG_STEP)
+@pytest.mark.parametrize("sizes", step_sizes(max_drafts=9))
 def test_limit_drafts_equals_its_twin(device: torch.device, sizes: StepSizes) -> None:
     case = StepCase(sizes, device)
     before, twin_state = clone_state(case.state), clone_state(case.state)

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from runner.buffers import StagedTables
 from runner.loader import LoadedTarget
 from runner.states import NewRow, RequestState
 from specdec.config import EngineConfig
@@ -271,7 +272,7 @@ def make_state() -> RequestState:
 def test_row_is_initialised_by_what_its_new_owner_brings() -> None:
     state = make_state()
     row = state.add_request(NewRow([5, 6, 7], prompt_len=2, max_total_len=8, draft_budget=1))
-    state.apply_staged_writes()
+    StagedTables(state.tables, state.device).apply()
     assert state.all_token_ids.tensor[row, :3].tolist() == [5, 6, 7]
     expected = {
         "prompt_len": 2,

@@ -128,6 +128,14 @@ def test_cache_is_own_variable_then_xdg_then_home(
     assert weights.cache_dir() == tmp_path / ".cache" / "specdec"
 
 
+def test_gguf_alone_is_fetched_once_and_not_converted(world: World) -> None:
+    for _ in range(2):
+        assert weights.ensure_gguf() == world.cache / weights.GGUF_NAME
+        assert world.counts == (0, 1)
+    assert weights.ensure_gguf().read_bytes() == GGUF
+    assert {p.name for p in world.cache.iterdir() if p.suffix != ".lock"} == {weights.GGUF_NAME}
+
+
 def test_import_loads_no_model_library() -> None:
     code = "import sys, runner.weights; sys.exit(len({'torch', 'transformers'} & {*sys.modules}))"
     root = Path(__file__).parent.parent

@@ -6,8 +6,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from sampler.gumbel import gumbel_sample, gumbel_sample_ref
@@ -21,9 +19,11 @@ from sampler.noise import (
     noise_gumbel_device,
     noise_key,
     noise_key_device,
+    noise_uniform,
+    noise_uniform_device,
 )
 from tests.poison import POISON, fill_poison
-from tests.strategies import KERNEL, extreme_noise_keys, seeds
+from tests.strategies import draw_cases, extreme_noise_keys
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]
 
@@ -65,15 +65,27 @@ def _noise_of_keys_kernel(
     tl.store(noise_ptr + lines, noise_gumbel_device(a, b, tokens), mask=inside)
 
 
+@triton.jit
+def _uniforms_kernel(
+    keys_ptr,  # [L, 2] int64
+    token_ids_ptr,  # [L] int64
+    uniforms_ptr,  # [L] float32, out
+):
+    line = tl.program_id(0)
+    a = tl.load(keys_ptr + 2 * line).to(tl.uint32)
+    b = tl.load(keys_ptr + 2 * line + 1).to(tl.uint32)
+    tl.store(uniforms_ptr + line, noise_uniform_device(a, b, tl.load(token_ids_ptr + line)))
+
+
 def _unsigned(halves: tuple[Tensor, Tensor]) -> Tensor:
     return torch.stack(halves, 1).to(torch.int64) & 0xFFFFFFFF
 
 
-@KERNEL
-@given(seeds, st.sampled_from([0, 1, 2, 3]))
+@pytest.mark.parametrize("case", draw_cases(stream=[0, 1, 2, 3]))
 def test_noise_on_the_device_has_the_bits_of_its_twin(
-    device: torch.device, seed: int, stream: int
+    device: torch.device, case: dict[str, int]
 ) -> None:
+    seed, stream = case["seed"], case["stream"]
     generator = torch.Generator().manual_seed(seed)
     num_lines, num_tokens = 5, 999
     noise_seeds = torch.randint(-(2**63), 2**63 - 1, (num_lines,), generator=generator)
@@ -105,11 +117,14 @@ def test_extreme_bits_give_the_twins_noise(device: torch.device) -> None:
         noise, noise_gumbel(keys, token_ids.to(device)), rtol=1e-6, atol=1e-6
     )
     assert float(noise.max()) <= GUMBEL_MAX
+    uniforms = torch.full((len(token_ids),), float("nan"), device=device)
+    _uniforms_kernel[(len(token_ids),)](_unsigned(keys), token_ids.long().to(device), uniforms)
+    assert torch.equal(uniforms, noise_uniform(keys, token_ids.to(device)))
 
 
 @dataclass(frozen=True)
 class Lines:
-    """What hypothesis draws of a call to `gumbel_sample`."""
+    """The sizes of a call to `gumbel_sample`; the rest comes from the seed."""
 
     vocab_size: int
     num_lines: int
@@ -120,17 +135,24 @@ class Lines:
     seed: int
 
 
-@st.composite
-def line_cases(draw: st.DrawFn) -> Lines:
-    return Lines(
-        vocab_size=draw(st.sampled_from([1, 999, 1024, 4097])),
-        num_lines=draw(st.integers(1, 5)),
-        num_padding=draw(st.integers(0, 2)),
-        temperatures=draw(st.lists(st.sampled_from([0.0, 0.6, 1.0]), min_size=1, max_size=3)),
-        num_other_rows=draw(st.integers(1, 4)),
-        stream=draw(st.sampled_from([STREAM_TARGET, STREAM_DRAFT, STREAM_RESIDUAL])),
-        seed=draw(seeds),
+def line_cases() -> list[Lines]:
+    cases = draw_cases(
+        vocab_size=[1, 999, 1024, 4097],
+        num_lines=range(1, 6),
+        num_padding=range(3),
+        temperatures=[
+            [0.0],
+            [0.6],
+            [1.0],
+            [1.0, 0.0],
+            [0.6, 1.0],
+            [0.0, 0.6, 1.0],
+            [1.0, 1.0, 0.6],
+        ],
+        num_other_rows=range(1, 5),
+        stream=[STREAM_TARGET, STREAM_DRAFT, STREAM_RESIDUAL],
     )
+    return [Lines(**case) for case in cases]
 
 
 def _arguments(case: Lines, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -169,8 +191,7 @@ def _arguments(case: Lines, device: torch.device) -> tuple[Tensor, Tensor, Tenso
 
 # The logits of padding lines are NaN, which numpy remarks on inside the interpreter.
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-@KERNEL
-@given(line_cases())
+@pytest.mark.parametrize("case", line_cases())
 def test_gumbel_sample_equals_its_twin(device: torch.device, case: Lines) -> None:
     arguments = _arguments(case, device)
     before = [t.clone() for t in arguments]
@@ -199,3 +220,26 @@ def test_ties_go_to_the_lowest_id_within_and_across_blocks(device: torch.device)
     arguments = (logits, idx_mapping, positions, temperature, noise_seeds, STREAM_TARGET)
     assert gumbel_sample(*arguments).tolist() == [1030, 700, 0]
     assert gumbel_sample_ref(*arguments).tolist() == [1030, 700, 0]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("vocab_size", [1, 5, 1030])
+def test_nan_never_wins_and_every_id_lies_inside_the_vocabulary(
+    device: torch.device, vocab_size: int
+) -> None:
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(1))
+    logits[:2] = float("nan")
+    logits[2] = float("-inf")
+    logits[3:5, ::2] = float("nan")
+    idx_mapping = torch.tensor([0, 1, 0, 0, 1, -1], dtype=torch.int32, device=device)
+    positions = torch.arange(6, device=device)
+    temperature = torch.tensor([1.0, 0.0], device=device)
+    noise_seeds = torch.ones(2, dtype=torch.int64, device=device)
+    arguments = (logits.to(device), idx_mapping, positions, temperature, noise_seeds)
+    tokens = gumbel_sample(*arguments, STREAM_TARGET).tolist()
+    assert tokens == gumbel_sample_ref(*arguments, STREAM_TARGET).tolist()
+    assert tokens[:3] == [0, 0, 0]
+    assert tokens[5] == int(logits[5].argmax()), "padding takes the argmax"
+    for line in (3, 4):
+        assert tokens[line] in range(vocab_size)
+        assert vocab_size == 1 or not logits[line, tokens[line]].isnan()

@@ -29,7 +29,8 @@ from sampler.noise import (
     noise_key,
     noise_uniform,
 )
-from tests.strategies import QUICK, extreme_noise_keys, seeds
+from tests.hypotheses import QUICK, seeds
+from tests.strategies import extreme_noise_keys
 
 STREAMS = (STREAM_TARGET, STREAM_DRAFT, STREAM_ACCEPT, STREAM_RESIDUAL)
 NUM = 50_000

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sampler.top_k_top_p import _cut, apply_top_k_top_p
+from sampler.top_k_top_p import _sorted_cut, apply_top_k_top_p
+from tests.hypotheses import QUICK, seeds
 from tests.poison import fill_poison
-from tests.strategies import QUICK, seeds
 
 HEAD = 512  # lines are cut inside this many tokens where they can be, else by a full sort
 
@@ -34,15 +34,14 @@ def kept_ids(logits: Tensor, k: int, p: float) -> set[int]:
 def apply(logits: Tensor, lines: list[tuple[int, float]]) -> Tensor:
     """Truncate line i by its own k and p, with rows permuted and poison in all others."""
     num_rows = 2 * len(lines) + 1
-    top_k = torch.empty(num_rows, dtype=torch.int32)
-    top_p = torch.empty(num_rows)
-    fill_poison(top_k)
-    fill_poison(top_p)
+    temperature, top_p = (fill_poison(torch.empty(num_rows)) for _ in range(2))
+    top_k = fill_poison(torch.empty(num_rows, dtype=torch.int32))
     rows = torch.arange(num_rows - 2, -1, -2)
+    temperature[rows] = 1.0
     for row, (k, p) in zip(rows.tolist(), lines, strict=True):
         top_k[row], top_p[row] = k, p
     result = logits.clone()
-    apply_top_k_top_p(result, rows.int(), top_k, top_p)
+    apply_top_k_top_p(result, rows.int(), temperature, top_k, top_p)
     return result
 
 
@@ -106,17 +105,16 @@ def test_masked_tokens_stay_masked(
 
 @QUICK
 @given(truncations())
-def test_sorting_all_lines_at_once_gives_the_same_cuts(
+def test_the_full_sort_gives_the_cuts_of_the_head(
     case: tuple[int, list[tuple[int, float]], float, int],
 ) -> None:
-    # What a GPU runs: no head, no choice of lines, unlimited ones beside limited ones.
     vocab_size, lines, spread, seed = case
-    lines = [*lines, (vocab_size, 1.0)]
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(lines), vocab_size, generator=generator) * spread
-    line_k, line_p = torch.tensor([k for k, _ in lines]), torch.tensor([p for _, p in lines])
-    kept = logits >= _cut(logits, line_k, line_p)
-    assert torch.equal(kept, torch.isfinite(apply(logits, lines)))
+    result = apply(logits, lines)
+    for line, (k, p) in enumerate(lines):
+        kept = logits[line] >= _sorted_cut(logits[line], k, float(np.float32(p)))
+        assert torch.equal(kept, torch.isfinite(result[line]))
 
 
 def test_one_line_of_each_kind_shares_a_batch() -> None:
@@ -158,10 +156,23 @@ def test_mass_is_taken_over_what_top_k_left() -> None:
     assert torch.isfinite(apply(logits, [(4, 0.75)])).tolist() == [[True, True, True, False]]
 
 
-def test_padding_line_of_a_limited_batch_changes_nothing_else() -> None:
-    logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(6))
+def test_padding_and_greedy_lines_of_a_limited_batch_are_not_touched() -> None:
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(6))
     result = logits.clone()
-    top_k, top_p = torch.tensor([64, 3], dtype=torch.int32), torch.tensor([1.0, 1.0])
-    apply_top_k_top_p(result, torch.tensor([1, -1], dtype=torch.int32), top_k, top_p)
+    top_k, top_p = torch.tensor([2, 3], dtype=torch.int32), torch.tensor([0.5, 1.0])
+    rows = torch.tensor([1, -1, 0], dtype=torch.int32)
+    apply_top_k_top_p(result, rows, torch.tensor([0.0, 1.0]), top_k, top_p)
     assert int(torch.isfinite(result[0]).sum()) == 3
-    assert torch.equal(result[1], logits[1])
+    assert torch.equal(result[1:], logits[1:])
+
+
+def test_nan_is_never_kept_where_a_line_is_truncated() -> None:
+    logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(7))
+    logits[:, [0, 300, 599]] = float("nan")
+    result = apply(logits, [(5, 1.0), (599, 0.9), (1, 0.5)])
+    assert not result.isnan().any()
+    assert torch.isfinite(result).sum(1).tolist()[0] == 5
+    assert torch.isfinite(result[1]).sum() > 1
+    assert torch.isfinite(result[2]).nonzero().flatten().tolist() == [
+        int(logits[2].nan_to_num(-100).argmax())
+    ]

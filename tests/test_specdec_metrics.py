@@ -30,10 +30,15 @@ def arm_entry(name: str, k: int) -> dict[str, Any]:
 
 
 ARMS = [arm_entry("none", 0), arm_entry(ARM, 3)]
+NUM_REQS = [2, 2, 2, 2, 2, 1]  # of the arm's steps in `requests`
 
 
 def request_rows(rows: list[tuple[Any, ...]], arm: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(REQUEST_COLUMNS)).assign(arm=arm)
+
+
+def step_rows(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=list(STEP_COLUMNS)).assign(arm=ARM)
 
 
 @pytest.fixture
@@ -127,12 +132,11 @@ def test_a_position_without_drafts_is_nan(requests: pd.DataFrame) -> None:
 
 
 def test_time_split_keeps_steps_in_which_every_request_verified(requests: pd.DataFrame) -> None:
-    num_reqs = [2, 2, 2, 2, 2, 1]
     rows = [
-        (step, reqs, 4, 4, 1.0, 10.0 * step, 2.0, 3.0, 4.0, 10.0 + 10.0 * step)
-        for step, reqs in enumerate(num_reqs)
+        (step, reqs, 4, 4, 4, 1.0, 10.0 * step, 2.0, 3.0, 0.0, 4.0, 10.0 + 10.0 * step)
+        for step, reqs in enumerate(NUM_REQS)
     ]
-    steps = pd.DataFrame(rows, columns=list(STEP_COLUMNS)).assign(arm=ARM)
+    steps = step_rows(rows)
     none, own = metrics.time_split(requests, steps, ARMS).to_dict("records")
     # 0 and 3 ran a prompt's last chunk, 2 a chunk that has no row.
     assert own["num_steps"] == 3
@@ -140,8 +144,46 @@ def test_time_split_keeps_steps_in_which_every_request_verified(requests: pd.Dat
     assert own["step_ms"] == pytest.approx(10 + 100 / 3)
     assert own["draft_share"] == pytest.approx(3 / (10 + 100 / 3))
     assert sum(own[f"{phase}_share"] for phase in metrics.PHASES) == pytest.approx(1)
+    assert own["launch_share"] == 0
     assert none["num_steps"] == 0
     assert np.isnan(none["target_ms"])
+    assert np.isnan(none["launch_ms"])
+
+
+def test_a_phase_inside_a_launch_counts_as_0_unless_it_always_was(requests: pd.DataFrame) -> None:
+    # Decode steps are 1, 4 and 5: the last ran eager, in the others one launch held all.
+    unknown = (np.nan,) * 4
+    rows = [
+        (0, 2, 12, 12, 2, 1.0, 80.0, 1.0, 9.0, 0.0, 9.0, 100.0),
+        (1, 2, 8, 8, 5, *unknown, 6.0, 2.0, 8.0),
+        (4, 2, 8, 8, 5, *unknown, 9.0, 1.0, 10.0),
+        (5, 1, 4, 4, 1, 1.0, 6.0, np.nan, 2.0, 0.0, 3.0, 12.0),
+    ]
+    own = metrics.time_split(requests, step_rows(rows), ARMS).to_dict("records")[1]
+    assert (own["inputs_ms"], own["target_ms"], own["draft_ms"]) == (1 / 3, 2.0, 2 / 3)
+    assert (own["launch_ms"], own["host_ms"], own["step_ms"]) == (5.0, 2.0, 10.0)
+    assert np.isnan(own["verify_ms"])
+    assert np.isnan(own["verify_share"])
+    assert own["launch_share"] == pytest.approx(1 / 2)
+    assert sum(own[f"{p}_share"] for p in metrics.PHASES if p != "verify") == pytest.approx(1)
+
+
+def test_idle_positions_are_padding_and_undrafted_ones_of_decode_steps(
+    requests: pd.DataFrame,
+) -> None:
+    times = (0.0,) * 7
+    # num_tokens and num_computed_tokens; only 1, 4 and 5 are decode steps.
+    tokens = [(12, 99), (8, 8), (9, 99), (9, 99), (8, 16), (4, 8)]
+    rows = [(i, NUM_REQS[i], *tokens[i], 4, *times) for i in range(6)]
+    none, own = metrics.idle_positions(requests, step_rows(rows), ARMS).to_dict("records")
+    assert (own["num_steps"], own["num_computed"]) == (3, 32)
+    assert own["num_padding"] == 8 + 4
+    assert own["num_undrafted"] == (0 + 0) + (1 + 0) + 2
+    assert own["padding_share"] == 1 - (8 + 8 + 4) / 32
+    assert own["undrafted_share"] == 3 / 32
+    assert own["idle_share"] == 15 / 32
+    assert (none["num_steps"], none["num_computed"]) == (0, 0)
+    assert np.isnan([none["padding_share"], none["undrafted_share"], none["idle_share"]]).all()
 
 
 def test_speed_is_a_ratio_of_sums(timings: pd.DataFrame) -> None:

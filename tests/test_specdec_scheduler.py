@@ -1,7 +1,5 @@
 """The scheduler alone: budgets, order, chunks, preemption. Outcomes of steps are made up."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,141 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import CapacityError
-from specdec.kv_cache import BlockAllocator
-from specdec.request import Request
-from specdec.scheduler import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
-from specdec.types import SamplingParams
+from tests.simulation import (
+    Entry,
+    Simulation,
+    commit_all,
+    computed,
+    entries,
+    make_request,
+    make_scheduler,
+)
 
 QUICK = settings(max_examples=150, deadline=None, derandomize=True)
-
-
-def make_request(name: str, prompt_len: int, max_tokens: int, draft_budget: int = 0) -> Request:
-    tokens = list(range(prompt_len))
-    return Request(
-        request_id=name,
-        prompt=None,
-        prompt_token_ids=tokens,
-        params=SamplingParams(max_tokens=max_tokens),
-        seed=0,
-        max_total_len=prompt_len + max_tokens,
-        draft_budget=draft_budget,
-        token_ids=list(tokens),
-    )
-
-
-def make_scheduler(
-    num_blocks: int = 100,
-    block_size: int = 4,
-    max_num_reqs: int = 8,
-    max_num_batched_tokens: int = 64,
-    num_speculative_tokens: int = 0,
-) -> Scheduler:
-    config = SchedulerConfig(max_num_reqs, max_num_batched_tokens, num_speculative_tokens)
-    return Scheduler(config, BlockAllocator(num_blocks, block_size))
-
-
-class Simulation:
-    """A scheduler with made-up outcomes, read `in_flight - 1` steps after they were scheduled.
-
-    Each step is checked against what must hold of any schedule.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        in_flight: int = 1,
-        accept: Callable[[int], int] = lambda num_drafts: num_drafts,
-    ) -> None:
-        self.scheduler, self.in_flight, self.accept = scheduler, in_flight, accept
-        self.flights: deque[list[ScheduledRequest]] = deque()
-        self.arrivals: list[Request] = []
-        self.finished: list[str] = []
-        self.preempted: list[str] = []
-        self.started: list[str] = []
-
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request)
-        self.arrivals.append(request)
-
-    def step(self) -> SchedulerOutput:
-        computed = {id(r): r.num_computed_tokens for r in self.arrivals}
-        in_flight = {id(r): r.num_in_flight for r in self.arrivals}
-        output = self.scheduler.schedule()
-        self._check(output, computed, in_flight)
-        self.preempted += [r.request_id for r in output.preempted]
-        self.started += [s.request.request_id for s in output.scheduled if s.is_new]
-        if output.scheduled:
-            self.flights.append(output.scheduled)
-        drained = output.must_drain or not output.scheduled
-        while self.flights and (drained or len(self.flights) >= self.in_flight):
-            self._read(self.flights.popleft())
-        return output
-
-    def run(self, max_steps: int = 1000) -> None:
-        for _ in range(max_steps):
-            if not (self.scheduler.has_requests or self.flights):
-                return
-            self.step()
-        raise AssertionError(f"still running after {max_steps} steps: {self.scheduler.running}")
-
-    def _check(
-        self, output: SchedulerOutput, computed: dict[int, int], in_flight: dict[int, int]
-    ) -> None:
-        config, blocks = self.scheduler.config, self.scheduler.blocks
-        scheduled = [s.request for s in output.scheduled]
-        assert sum(s.num_tokens for s in output.scheduled) <= config.max_num_batched_tokens
-        assert len(scheduled) == len({id(r) for r in scheduled})
-        assert len(self.scheduler.running) <= config.max_num_reqs
-        order = [self.arrivals.index(r) for r in self.scheduler.running]
-        assert order == sorted(order), "running requests are not in order of arrival"
-        assert [self.arrivals.index(r) for r in scheduled] == sorted(
-            self.arrivals.index(r) for r in scheduled
-        )
-        for entry in output.scheduled:
-            request, start = entry.request, 0 if entry.is_new else computed[id(entry.request)]
-            assert entry.num_tokens >= 1
-            assert request not in output.preempted
-            assert request.num_computed_tokens == start + entry.num_tokens
-            assert entry.is_prefill == (start < request.prefill_len)
-            if entry.is_prefill:
-                end = start + entry.num_tokens
-                assert end <= request.prefill_len
-                assert entry.is_last_chunk == (end == request.prefill_len)
-            else:
-                assert entry.num_tokens <= 1 + request.draft_budget
-            # Never more blocks than the columns of a block table.
-            assert len(request.block_ids) <= blocks.blocks_for(request.max_total_len)
-            held = len(request.block_ids) * blocks.block_size
-            assert held >= min(start + entry.num_tokens, request.max_total_len)
-            at = entry.new_blocks_start
-            assert request.block_ids[at:] == entry.new_blocks
-        for request in output.preempted:
-            assert not any(in_flight.values()), "preempted with steps in flight"
-            assert request.block_ids == []
-        owned = [block for r in self.arrivals for block in r.block_ids]
-        assert len(owned) == len(set(owned))
-        assert len(owned) + blocks.num_free == blocks.num_blocks
-
-    def _read(self, flight: Sequence[ScheduledRequest]) -> None:
-        """Commit a step as the engine does."""
-        for entry in flight:
-            request = entry.request
-            samples = not entry.is_prefill or entry.is_last_chunk
-            request.num_in_flight -= 1
-            request.num_in_flight_sampling -= samples
-            if request.request_id in self.finished or not samples:
-                continue
-            num_drafts = 0 if entry.is_prefill else entry.num_tokens - 1
-            room = request.max_total_len - len(request.token_ids)
-            num_sampled = min(self.accept(num_drafts) + 1, room)
-            if not entry.is_prefill:
-                request.num_computed_tokens -= entry.num_tokens - num_sampled
-            request.token_ids += [0] * num_sampled
-            if self.in_flight == 1:
-                request.num_drafts = self.accept(request.draft_budget)
-            if len(request.token_ids) == request.max_total_len:
-                self.scheduler.remove(request)
-                self.finished.append(request.request_id)
 
 
 @dataclass(frozen=True)
@@ -157,6 +31,7 @@ class Workload:
     max_num_batched_tokens: int
     num_speculative_tokens: int
     in_flight: int
+    uniform_verify: bool
     seed: int
 
 
@@ -171,6 +46,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         max_num_batched_tokens=draw(st.integers(k + 1, k + 12)),  # some verifications wait
         num_speculative_tokens=k,
         in_flight=draw(st.integers(1, 3)),
+        uniform_verify=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -184,6 +60,7 @@ def test_every_request_finishes_within_all_limits(workload: Workload) -> None:
         max_num_reqs=workload.max_num_reqs,
         max_num_batched_tokens=workload.max_num_batched_tokens,
         num_speculative_tokens=workload.num_speculative_tokens,
+        uniform_verify=workload.uniform_verify,
     )
     simulation = Simulation(
         scheduler, workload.in_flight, lambda drafts: int(rng.integers(0, drafts + 1))
@@ -204,8 +81,8 @@ def test_prompt_is_covered_exactly_once_by_its_chunks() -> None:
     request = make_request("a", prompt_len=23, max_tokens=2)
     scheduler.add(request)
     chunks = []
-    while request.is_prefilling:
-        (entry,) = scheduler.schedule().scheduled
+    while computed(scheduler, request) < 23:
+        (entry,) = entries(scheduler.schedule())
         chunks.append((entry.num_tokens, entry.is_last_chunk))
     assert chunks == [(7, False), (7, False), (7, False), (2, True)]
 
@@ -218,7 +95,7 @@ def test_running_requests_come_before_new_ones() -> None:
     simulation.add(make_request("c", prompt_len=1, max_tokens=2))
     output = simulation.step()
     # "a" verifies 4 tokens, the prompt of "b" gets what is left of 6, and "c" waits behind it.
-    assert [(s.request.request_id, s.num_tokens) for s in output.scheduled] == [("a", 4), ("b", 2)]
+    assert [(s.request.request_id, s.num_tokens) for s in entries(output)] == [("a", 4), ("b", 2)]
 
 
 def test_verification_that_does_not_fit_the_budget_waits_whole() -> None:
@@ -226,22 +103,18 @@ def test_verification_that_does_not_fit_the_budget_waits_whole() -> None:
     requests = [make_request(name, prompt_len=2, max_tokens=20, draft_budget=3) for name in "ab"]
     for request in requests:
         scheduler.add(request)
-    scheduler.schedule()
-    for request in requests:
-        request.token_ids.append(0)
+    commit_all(scheduler, scheduler.schedule())
     # 4 + 4 tokens are more than 7: a verification is never cut.
-    assert [s.num_tokens for s in scheduler.schedule().scheduled] == [4]
+    assert [s.num_tokens for s in entries(scheduler.schedule())] == [4]
 
 
 def test_known_number_of_drafts_shortens_the_verification() -> None:
     scheduler = make_scheduler(num_speculative_tokens=4)
     request = make_request("a", prompt_len=3, max_tokens=20, draft_budget=4)
     scheduler.add(request)
-    scheduler.schedule()
-    request.token_ids.append(0)
-    request.num_drafts = 2
-    assert scheduler.schedule().scheduled[0].num_tokens == 3
-    assert scheduler.schedule().scheduled[0].num_tokens == 5, "unknown again: the whole budget"
+    commit_all(scheduler, scheduler.schedule(), num_drafts=2)
+    assert entries(scheduler.schedule())[0].num_tokens == 3
+    assert entries(scheduler.schedule())[0].num_tokens == 5, "unknown again: the whole budget"
 
 
 def test_request_that_could_not_finish_alone_is_refused() -> None:
@@ -264,15 +137,19 @@ def crowded(in_flight: int) -> Simulation:
 def test_last_arrival_is_preempted_and_resumes_before_new_ones() -> None:
     simulation = crowded(in_flight=1)
     simulation.add(make_request("d", prompt_len=1, max_tokens=1))
+    output = simulation.step()
     while not simulation.preempted:
-        simulation.step()
+        output = simulation.step()
     assert simulation.preempted == ["c"]
     victim = simulation.scheduler.waiting[0]
     assert victim.request_id == "c"
     # It comes back as a new request that prefills all its tokens.
-    assert victim.prefill_len == len(victim.token_ids) > victim.num_prompt_tokens
-    assert victim.num_computed_tokens == 0
+    num_tokens = len(victim.token_ids)
+    assert num_tokens > victim.num_prompt_tokens
     assert victim.stats.num_preemptions == 1
+    while len(simulation.started) == 3:
+        output = simulation.step()
+    assert Entry(victim, num_tokens, is_prefill=True, is_last_chunk=True) in entries(output)
     simulation.run()
     assert simulation.started == ["a", "b", "c", "c", "d"]
     assert simulation.finished[:2] == ["a", "b"]
@@ -299,13 +176,13 @@ def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
         output = simulation.step()
         if output.preempted:
             break
-    assert not any(s.is_new for s in output.scheduled)
+    assert output.new_requests == []
 
 
 def test_request_with_its_last_tokens_in_flight_is_not_scheduled_again() -> None:
     simulation = Simulation(make_scheduler(), in_flight=3)
     simulation.add(make_request("a", prompt_len=4, max_tokens=2))
-    lengths = [len(simulation.step().scheduled) for _ in range(4)]
+    lengths = [len(entries(simulation.step())) for _ in range(4)]
     assert lengths == [1, 1, 0, 0]
     assert simulation.finished == ["a"]
 

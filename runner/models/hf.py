@@ -7,12 +7,11 @@ The runner feeds one sequence of T tokens that belong to any number of requests;
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runner.attention import ATTENTION_NAME, AttentionMetadata, build_attention_metadata
+from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_metadata
 from runner.kv_cache import PagedKVCache
 from runner.models.packed_linear import pack_linears
 from specdec.errors import UnsupportedError
@@ -80,7 +79,10 @@ class HFModel:
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata
     ) -> Tensor:
-        """Run the decoder.
+        """Run the decoder; it may be captured in a CUDA graph.
+
+        Positions are given and no mask function is registered for our attention, so that the
+        decoder builds neither: looking for packed sequences, it would wait for the device.
 
         Args:
             input_ids: [T] int64.
@@ -138,16 +140,7 @@ class HFModel:
         logits = []
         for positions in torch.arange(num_tokens, device=self.device).split(-(-num_tokens // 2)):
             end = int(positions[-1]) + 1
-            metadata = build_attention_metadata(
-                kv,
-                block_table=torch.zeros(1, 1, dtype=torch.int32, device=self.device),
-                idx_mapping=torch.zeros(1, dtype=torch.int32, device=self.device),
-                query_lens_np=np.array([len(positions)]),
-                positions=positions,
-                seq_lens=torch.full((1,), end, dtype=torch.int32, device=self.device),
-                slot_mapping=positions,
-                max_seq_len=end,
-            )
+            metadata = single_request_metadata(kv, positions, end)
             hidden = self.forward(token_ids[positions], positions, metadata)
             logits.append(self.compute_logits(hidden).float())
         return torch.cat(logits)

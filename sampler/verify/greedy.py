@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sampler.verify.chain import verify_argmax
+from sampler.verify.chain import match_draws
 from sampler.verify.config import VerifierConfig
 from specdec.protocols import (
     DRAFT_KIND_NONE,
@@ -36,4 +36,4 @@ class GreedyVerifier:
 
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Accept drafts while they equal the argmax, then emit the argmax."""
-        return verify_argmax(inputs)
+        return match_draws(inputs)

@@ -6,9 +6,7 @@ autoregressive one for any seed, temperature and drafter (in float32; see docs/v
 
 from dataclasses import dataclass
 
-from sampler.gumbel import gumbel_sample
-from sampler.noise import STREAM_TARGET
-from sampler.verify.chain import assemble, count_accepted, stop_lines
+from sampler.verify.chain import match_draws
 from sampler.verify.config import VerifierConfig
 from specdec.protocols import (
     DRAFT_KIND_NONE,
@@ -42,13 +40,4 @@ class SampledMatchVerifier:
 
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Accept drafts while they equal the target's sample, then emit the sample."""
-        drawn = gumbel_sample(
-            inputs.logits,
-            inputs.expanded_idx_mapping,
-            inputs.draw_positions,
-            inputs.temperature,
-            inputs.seeds,
-            STREAM_TARGET,
-        )
-        num_accepted = count_accepted(inputs, drawn == inputs.draft_tokens)
-        return assemble(inputs, num_accepted, drawn[stop_lines(inputs, num_accepted)])
+        return match_draws(inputs)

@@ -1,0 +1,155 @@
+"""CUDA graphs: what is captured, for which shapes, from which pool, and what it costs.
+
+A shape is (padded requests, K verified, K drafted). Of a uniform step, in which every request
+verifies K + 1 positions, these parts can be captured:
+
+    step      all of it: inputs, target, verification, state update, draft passes, outcome
+    target    inputs, target, verification, state update   (for a drafter that is not graph-safe)
+    draft     all of the drafter's passes, the one over the verified tokens included
+    propose   the passes behind that first one: they have one token a request whatever the step
+              ran, so a step that also runs prompt tokens launches this graph after an eager first
+              pass
+
+All graphs share one memory pool: they run one after another in one stream, and what one leaves for
+the next step lies in state tensors outside. Shapes are captured from the largest on, so that the
+smaller ones fit into the pool that is there.
+
+A CPU has no graphs. There the function is kept and called, so the fixed shapes and addresses that
+a graph relies on are exercised by the same code.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Part = Literal["step", "target", "draft", "propose"]
+_LARGEST_DEFAULT = 256
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """A captured part of a step, and its shape."""
+
+    part: Part
+    num_reqs: int  # padded
+    num_verified: int  # drafts verified by each request
+    num_drafted: int  # drafts proposed for each request
+
+
+@dataclass(frozen=True)
+class CaptureCost:
+    """What capturing took."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int  # device memory that the shared pool grew by
+
+
+@dataclass
+class _Captured:
+    replay: Callable[[], None]
+    outputs: Any
+
+
+def capture_sizes(configured: list[int] | None, max_num_reqs: int) -> list[int]:
+    """Return the numbers of requests to capture: those configured, else powers of two.
+
+    Every size is at most `max_num_reqs`, which is a size itself where it is below the largest.
+    """
+    if configured is not None:
+        return sorted({min(size, max_num_reqs) for size in configured})
+    sizes = [1 << i for i in range(_LARGEST_DEFAULT.bit_length())]
+    return sorted({min(size, max_num_reqs) for size in sizes})
+
+
+class CUDAGraphManager:
+    """Captures parts of uniform steps, and launches them.
+
+    Args:
+        device: a CUDA device, or a CPU (see the module).
+        sizes: padded numbers of requests, rising.
+    """
+
+    def __init__(self, device: torch.device, sizes: list[int]) -> None:
+        self.device = device
+        self.sizes = sizes
+        self.cost = CaptureCost(0, 0.0, 0)
+        self.launches: Counter[str] = Counter()  # what was launched, or ran eager and why
+        self._on_gpu = device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._captured: dict[GraphKey, _Captured] = {}
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """Return what was captured, in the order of capture."""
+        return list(self._captured)
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._captured
+
+    def padded(self, num_reqs: int) -> int | None:
+        """Return the smallest captured size that holds a step, None where there is none."""
+        return next((size for size in self.sizes if size >= num_reqs), None)
+
+    def capture(self, key: GraphKey, function: Callable[[], Any]) -> None:
+        """Capture a function whose kernels were compiled before, and keep what it returns.
+
+        The function may depend on the key alone: it reads and writes fixed addresses and takes no
+        decision by what lies there.
+        """
+        started = time.perf_counter()
+        before = self._reserved()
+        if self._on_gpu:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                outputs = function()
+            self._captured[key] = _Captured(graph.replay, outputs)
+        else:
+            self._captured[key] = captured = _Captured(lambda: None, None)
+
+            def replay() -> None:
+                captured.outputs = function()
+
+            captured.replay = replay
+        after = self._reserved()
+        self.cost = CaptureCost(
+            self.cost.num_graphs + 1,
+            self.cost.seconds + time.perf_counter() - started,
+            self.cost.num_bytes + after - before,
+        )
+
+    def _reserved(self) -> int:
+        """Return the bytes that torch holds, free blocks outside of graphs not counted."""
+        if not self._on_gpu:
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
+    def launch(self, key: GraphKey) -> Any:
+        """Launch a captured part; returns what its function returned, at the same addresses."""
+        captured = self._captured[key]
+        captured.replay()
+        self.launches[key.part] += 1
+        return captured.outputs
+
+    def count_eager(self, part: Part, reason: str) -> None:
+        """Count a part of a step that ran eager, and why: nothing falls back unseen."""
+        self.launches[f"{part} eager: {reason}"] += 1
+
+    def log_cost(self) -> None:
+        """Log what was captured, its memory and its time."""
+        parts = Counter(key.part for key in self._captured)
+        logger.info(
+            "captured %s for %s requests: %.1f MiB, %.1f s",
+            ", ".join(f"{n} {part}" for part, n in parts.items()) or "nothing",
+            self.sizes,
+            self.cost.num_bytes / 2**20,
+            self.cost.seconds,
+        )

@@ -1,0 +1,192 @@
+"""What a step does on the device: inputs, target, verification, commit, draft passes, outcome.
+
+Every function here may be captured: given a batch of a fixed shape it reads and writes tensors at
+fixed addresses and decides nothing on the host by what the places hold. How the parts are launched
+is `runner.model_runner`'s.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from runner.async_output import OutputRing, StepTensors, publish_output
+from runner.attention import AttentionMetadata
+from runner.buffers import StagedWriteTensor
+from runner.input_batch import InputBatch
+from runner.kv_cache import PagedKVCache
+from runner.models.hf import HFModel
+from runner.postprocess import clear_drafts, limit_drafts, post_update
+from runner.prepare import prepare_inputs
+from runner.states import RequestState
+from runner.step_timer import StepTimer
+from specdec.protocols import DraftContext, Drafter, Noise, VerifyContext
+
+
+class SamplerProtocol(Protocol):
+    """What the runner asks of a sampler; `sampler.sampler.Sampler` is the one we ship."""
+
+    @property
+    def temperature(self) -> Tensor: ...
+
+    @property
+    def tables(self) -> list[StagedWriteTensor]: ...
+
+    def add_request(self, row: int, params: Any, seed: int, sample_index: int = 0) -> None: ...
+
+    def noise(self) -> Noise: ...
+
+    def sample(
+        self, logits: Tensor, batch: InputBatch, state: RequestState, draft_logits: Tensor | None
+    ) -> Any: ...
+
+
+class Step:
+    """The parts of a step, over the state of one engine.
+
+    Args:
+        target: the target model.
+        sampler: processes logits and verifies.
+        drafter: bound to `state`.
+        state: the rows.
+        kv: the target's KV cache.
+        outputs: where outcomes go.
+        draft_logits: [N, K, V] where the drafter offers q.
+    """
+
+    def __init__(
+        self,
+        target: HFModel,
+        sampler: SamplerProtocol,
+        drafter: Drafter,
+        state: RequestState,
+        kv: PagedKVCache,
+        outputs: OutputRing,
+        draft_logits: Tensor | None,
+    ) -> None:
+        self.target, self.sampler, self.drafter = target, sampler, drafter
+        self.state, self.kv, self.outputs = state, kv, outputs
+        self._draft_logits = draft_logits
+        self._state_view = state.view()
+        self._noise = sampler.noise()
+
+    def run_target(
+        self, batch: InputBatch, timer: StepTimer | None = None
+    ) -> tuple[Tensor, StepTensors]:
+        """Build the inputs, run the target, verify and commit.
+
+        Args:
+            batch: views whose columns were staged.
+            timer: marked after each phase.
+
+        Returns:
+            Hidden states [T, hidden_size], and what was sampled.
+        """
+        prepare_inputs(batch, self.state, self.kv.block_size, self.outputs.step)
+        metadata = AttentionMetadata(
+            kv=self.kv,
+            block_table=self.state.block_table.tensor,
+            idx_mapping=batch.idx_mapping,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+        _mark(timer, "inputs")
+        hidden = self.target.forward(batch.input_ids, batch.positions, metadata)
+        # As many lines as tokens means that every token has its line, in order.
+        all_lines = batch.num_logits == batch.num_tokens
+        lines = hidden if all_lines else hidden.index_select(0, batch.logits_indices)
+        logits = self.target.compute_logits(lines)
+        _mark(timer, "target")
+        sampled = self.sampler.sample(logits, batch, self.state, self._draft_logits)
+        outcome = StepTensors(
+            sampled_tokens=sampled.sampled_tokens,
+            num_sampled=sampled.num_sampled,
+            num_rejected=torch.empty_like(sampled.num_sampled),
+            num_judged=sampled.num_drafts,
+            num_drafts=torch.zeros_like(sampled.num_sampled),
+        )
+        post_update(
+            batch, self.state, outcome.sampled_tokens, outcome.num_sampled, outcome.num_rejected
+        )
+        _mark(timer, "verify")
+        return hidden, outcome
+
+    def run_drafter(
+        self,
+        batch: InputBatch,
+        hidden: Tensor | None,
+        outcome: StepTensors,
+        propose: Callable[[DraftContext], None] | None = None,
+    ) -> None:
+        """Let the drafter learn and propose, then cut what it proposed to what is usable.
+
+        Args:
+            batch: the step.
+            hidden: [T, hidden_size], where the drafter wants it.
+            outcome: `num_sampled` and `num_rejected` are read, `num_drafts` is written.
+            propose: stands in for the drafter's own, where that is launched as a graph.
+        """
+        # Before the drafts are cleared: a drafter may want to see which of its own were rejected.
+        self.drafter.observe(
+            VerifyContext(batch.idx_mapping, outcome.num_sampled, outcome.num_rejected)
+        )
+        clear_drafts(batch.idx_mapping, self.state.draft_tokens, self.state.draft_kind)
+        ctx = self._draft_context(batch, hidden, outcome)
+        self.drafter.first_pass(ctx)
+        (propose or self.drafter.propose)(ctx)
+        limit_drafts(batch, self.state, outcome.num_drafts)
+
+    def propose(self, batch: InputBatch, outcome: StepTensors) -> None:
+        """Run the drafter's passes behind its first; the tokens of the step are not there."""
+        missing = cast(Any, None)
+        by_place = dataclasses.replace(
+            batch, positions=missing, input_ids=missing, query_start_loc=missing, seq_lens=missing
+        )
+        self.drafter.propose(self._draft_context(by_place, None, outcome))
+
+    def publish(self, outcome: StepTensors) -> None:
+        """Write the outcome to its place of the ring."""
+        publish_output(self.outputs.step, outcome, self.outputs.tensor)
+
+    def run(self, batch: InputBatch) -> None:
+        """Run a whole step of a fixed shape."""
+        hidden, outcome = self.run_target(batch)
+        if self.state.num_speculative_tokens:
+            self.run_drafter(batch, hidden, outcome)
+        self.publish(outcome)
+
+    def _draft_context(
+        self, batch: InputBatch, hidden: Tensor | None, outcome: StepTensors
+    ) -> DraftContext:
+        wants = self.drafter.capabilities
+        return DraftContext(
+            state=self._state_view,
+            idx_mapping=batch.idx_mapping,
+            query_lens=batch.query_lens,
+            samples=batch.samples,
+            is_verify=batch.is_verify,
+            query_start_loc=batch.query_start_loc,
+            positions=batch.positions,
+            input_ids=batch.input_ids,
+            seq_lens=batch.seq_lens,
+            hidden_states=hidden if wants.hidden_states == "last" else None,
+            num_sampled=outcome.num_sampled,
+            num_rejected=outcome.num_rejected,
+            temperature=self.sampler.temperature,
+            noise=self._noise,
+            block_size=self.kv.block_size,
+            max_seq_len=min(batch.max_total_len, self.state.max_model_len),
+            max_query_len=batch.max_query_len,
+            num_last_chunks=batch.num_last_chunks,
+        )
+
+
+def _mark(timer: StepTimer | None, phase: str) -> None:
+    if timer is not None:
+        timer.end(phase)

@@ -1,0 +1,79 @@
+"""What an engine refuses before anything runs."""
+
+from typing import Any
+
+import torch
+
+from specdec.config import EngineConfig
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.protocols import Drafter, Verifier
+from specdec.types import SamplingParams
+
+
+def check_pairing(drafter: Drafter, verifier: Verifier) -> None:
+    """Check that the verifier can judge the drafter's drafts.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    kinds = {1, 2} if drafter.capabilities.offers_q else {1}
+    if not kinds <= verifier.draft_kinds:
+        raise ConfigError(
+            f"verifier {verifier.name!r} judges draft kinds "
+            f"{sorted(verifier.draft_kinds)}, the drafter gives {sorted(kinds)}; "
+            f"choose another verifier or drafter"
+        )
+
+
+def check_placement(
+    model: Any, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Check a model that the caller may have loaded: where it is, it stays.
+
+    Raises:
+        ConfigError: device or dtype are given and are not its own.
+    """
+    for name, given, own in (
+        ("device", _indexed(device), _indexed(model.device)),
+        ("dtype", dtype, model.dtype),
+    ):
+        if getattr(config, name) != "auto" and given != own:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not that of the loaded target ({own}); "
+                f"leave it out, or load the target with it"
+            )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return a device with its index, 0 where it has none."""
+    return torch.device(device.type, device.index or 0)
+
+
+def check_params(
+    params: Any, verifier: Verifier, num_speculative_tokens: int, has_tokenizer: bool
+) -> SamplingParams:
+    """Check a request's parameters against the engine that is to run it.
+
+    Raises:
+        ConfigError: no parameters, or parameters that the verifier or the engine's K refuse.
+        UnsupportedError: a sampling parameter that does not work yet.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params={params!r} is not allowed; give SamplingParams")
+    params.check_supported()
+    if verifier.greedy_only and params.temperature > 0:
+        raise ConfigError(
+            f"verifier {verifier.name!r} takes temperature 0 only, got "
+            f"{params.temperature}; use sampled_match or rejection"
+        )
+    budget = params.num_speculative_tokens
+    if budget is not None and budget > num_speculative_tokens > 0:
+        raise ConfigError(
+            f"num_speculative_tokens={budget} of the request exceeds the engine's "
+            f"{num_speculative_tokens}; give at most that"
+        )
+    if params.stop_strings and not has_tokenizer:
+        raise UnsupportedError(
+            "stop strings need a tokenizer, which this target has not; give stop_token_ids"
+        )
+    return params
