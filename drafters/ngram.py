@@ -55,7 +55,9 @@ class NgramDrafter(DrafterBase):
     """Searches each row's own committed tokens; no weights, no state."""
 
     # The kernel takes a token table in pinned memory as well.
-    capabilities = DrafterCapabilities(variable_length=True, reads_token_table=False)
+    capabilities = DrafterCapabilities(
+        variable_length=True, splits_first_pass=True, reads_token_table=False
+    )
     config: NgramConfig
 
     def propose(self, ctx: DraftContext) -> None:

@@ -18,7 +18,9 @@ class NoneConfig(DrafterConfig):
 class NoneDrafter(DrafterBase):
     """Leaves every row at "no draft"."""
 
-    capabilities = DrafterCapabilities(variable_length=True, reads_token_table=False)
+    capabilities = DrafterCapabilities(
+        variable_length=True, splits_first_pass=True, reads_token_table=False
+    )
     never_drafts = True
 
     def propose(self, ctx: DraftContext) -> None:

@@ -135,8 +135,9 @@ class Arm:
         )
 
     def requests(self) -> pd.DataFrame:
-        """Return the trace per request and step, with arm, k and turn."""
+        """Return the trace per request and step, with arm, k and turn; of answered turns alone."""
         frame = self.trace.requests()
+        frame = frame[frame["request_id"].isin([turn.request_id for turn in self.turns])]
         turn = [int(name.rpartition("/")[2]) for name in frame["request_id"]]
         return frame.assign(arm=self.spec.name, k=self.spec.k, turn=turn)
 

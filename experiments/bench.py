@@ -5,11 +5,8 @@ record: JSON with provenance in the run's folder, and where `record` says.
 """
 
 import dataclasses
-import itertools
 import json
 import math
-import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench_attention import (
-    BATCHES,
-    CONTEXTS,
-    QUERY_LENS,
-    SHAPES,
-    AttentionBenchCase,
+    AttentionBenchConfig,
+    bench_cases,
     measure_read_ceiling,
     run_attention_bench,
 )
@@ -44,7 +38,7 @@ from experiments.bench_step import StepBenchConfig, run_step_bench
 from experiments.bench_tables import attention_tables, generate_tables, line_tables, step_tables
 from experiments.cli import SCHEMA_SUFFIX, hydra_app, unknown_name
 from experiments.prompts import Question, builtin_questions, load_questions, select_questions
-from experiments.provenance import collect_provenance
+from experiments.provenance import collect_provenance, shown_command, shown_path
 from experiments.schemas import check_known, fillable
 from runner.loader import resolve_device, resolve_dtype
 from specdec.errors import ConfigError
@@ -66,47 +60,6 @@ class BenchAppConfig:
     bench: Any = MISSING
     files: list[str] = field(default_factory=list)
     record: str | None = None
-
-
-@dataclass
-class AttentionBenchConfig:
-    """What `bench=attention` runs: every combination that fits the device's memory.
-
-    Args:
-        device: a CUDA device.
-        dtype: of queries, keys and values.
-        shapes: of the model's heads: 8b, 135m.
-        batches: requests.
-        contexts: tokens of each request.
-        query_lens: query tokens of each request.
-        bound: what the host knows of the contexts, as in a captured graph; None = them.
-    """
-
-    name: str = "attention"
-    device: str = "auto"
-    dtype: str = "bfloat16"
-    shapes: list[str] = field(default_factory=lambda: list(SHAPES))
-    batches: list[int] = field(default_factory=lambda: list(BATCHES))
-    contexts: list[int] = field(default_factory=lambda: list(CONTEXTS))
-    query_lens: list[int] = field(default_factory=lambda: list(QUERY_LENS))
-    bound: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check names and counts."""
-        for shape in self.shapes:
-            if shape not in SHAPES:
-                raise ConfigError(f"bench.shapes: {unknown_name('shape', shape, list(SHAPES))}")
-        for name in ("batches", "contexts", "query_lens"):
-            if min(getattr(self, name), default=1) < 1:
-                raise ConfigError(f"bench.{name}={getattr(self, name)} is not allowed; give >= 1")
-        longest = max(self.contexts, default=1)
-        if max(self.query_lens, default=1) > min(self.contexts, default=1):
-            raise ConfigError(
-                f"bench.query_lens={self.query_lens} is not allowed; give at most the shortest of "
-                f"bench.contexts={self.contexts}"
-            )
-        if self.bound is not None and self.bound < longest:
-            raise ConfigError(f"bench.bound={self.bound} is not allowed; give >= {longest}")
 
 
 @dataclass
@@ -153,10 +106,17 @@ def bench_questions(files: list[str], per_category: int) -> list[Question]:
     """Return the questions of a bench; a file's name becomes the category of its questions.
 
     Raises:
-        ConfigError: a file that cannot be read.
+        ConfigError: a file that cannot be read, or two of one name.
     """
     if not files:
         return select_questions(builtin_questions(), per_category, None)
+    stems = [Path(name).stem for name in files]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise ConfigError(
+                f"files={files} holds {stems.count(stem)} files of the name {stem!r}, which is to "
+                "be the category of their questions; give files of different names"
+            )
     chosen = []
     for name in files:
         stem = Path(name).stem
@@ -177,7 +137,8 @@ def _generate(config: GenerateBenchConfig, files: list[str], folder: Path) -> di
         aggfunc="sum",
     )
     return {
-        "config": dataclasses.asdict(config) | {"files": [Path(f).name for f in files]},
+        "config": dataclasses.asdict(config)
+        | {"target": shown_path(config.target), "files": [Path(f).name for f in files]},
         "summary": summarise_generate_bench(rows).to_dict("records"),
         "by_category": sums.reset_index().to_dict("records"),
     }
@@ -188,12 +149,7 @@ def _attention(config: AttentionBenchConfig, files: list[str], folder: Path) -> 
     if device.type != "cuda":
         raise ConfigError("bench=attention measures a kernel on a GPU; give a CUDA device")
     dtype = resolve_dtype(config.dtype, device)
-    cases = [
-        AttentionBenchCase(*values, bound=config.bound, dtype=dtype)
-        for values in itertools.product(
-            config.shapes, config.batches, config.contexts, config.query_lens
-        )
-    ]
+    cases = bench_cases(config, dtype)
     with torch.cuda.device(device):
         ceiling = measure_read_ceiling(device)
         lines = run_attention_bench(cases, device, ceiling)
@@ -242,13 +198,12 @@ def bench_task(cfg: DictConfig) -> None:
     setup_logging()
     bench, config, app = load_bench(cfg)
     hydra_config = HydraConfig.get()
-    command = "python -m experiments.bench " + shlex.join(hydra_config.overrides.task)
-    # A record is published: it names no folder of this machine.
-    for name in (*app.files, *([app.record] if app.record else [])):
-        command = command.replace(name, os.path.relpath(name))
+    target = getattr(config, "target", None)
+    paths = [name for name in (*app.files, app.record, target) if name]
+    command = shown_command("experiments.bench", hydra_config.overrides.task, paths)
     device = resolve_device(getattr(config, "device", "cpu"))
     dtype = resolve_dtype(getattr(config, "dtype", "float32"), device)
-    provenance = collect_provenance(command.strip(), seed=0, device=device, dtype=dtype)
+    provenance = collect_provenance(command, seed=0, device=device, dtype=dtype)
     folder = Path(hydra_config.runtime.output_dir)
     started = time.monotonic()
     record = bench.run(config, app.files, folder)
@@ -289,7 +244,7 @@ def register_benches() -> None:
 def main() -> int:
     """Run the app on the command line; returns the exit code."""
     register_benches()
-    return hydra_app("bench", bench_task)
+    return hydra_app("bench", bench_task, "a bench records nothing before its end")
 
 
 if __name__ == "__main__":

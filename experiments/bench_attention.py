@@ -24,8 +24,9 @@ import gc
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from experiments.provenance import collect_provenance
+from experiments.provenance import collect_provenance, shown_command
 from runner.attention_metadata import AttentionMetadata
 from runner.kv_cache import PagedKVCache
 from runner.paged_attention import (
@@ -45,6 +46,7 @@ from runner.paged_attention import (
     paged_attention_forward,
     paged_attention_forward_ref,
 )
+from specdec.errors import ConfigError, SpecdecError
 
 # Query heads, KV heads, head size.
 SHAPES = {"8b": (32, 8, 128), "135m": (9, 3, 64)}
@@ -60,6 +62,48 @@ _CALLS = 8  # of a graph at least, so that its launch does not count
 _REPLAYS = 15
 _READ_BLOCK = 16384
 _SWEPT_SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 32)
+
+
+@dataclass
+class AttentionBenchConfig:
+    """What `bench=attention` runs: every combination that fits the device's memory.
+
+    Args:
+        device: a CUDA device.
+        dtype: of queries, keys and values.
+        shapes: of the model's heads: 8b, 135m.
+        batches: requests.
+        contexts: tokens of each request.
+        query_lens: query tokens of each request.
+        bound: what the host knows of the contexts, as in a captured graph; None = them.
+    """
+
+    name: str = "attention"
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    shapes: list[str] = field(default_factory=lambda: list(SHAPES))
+    batches: list[int] = field(default_factory=lambda: list(BATCHES))
+    contexts: list[int] = field(default_factory=lambda: list(CONTEXTS))
+    query_lens: list[int] = field(default_factory=lambda: list(QUERY_LENS))
+    bound: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check names and counts."""
+        for shape in self.shapes:
+            if shape not in SHAPES:
+                known = ", ".join(SHAPES)
+                raise ConfigError(f"bench.shapes: shape {shape!r} is not known; known: {known}")
+        for name in ("batches", "contexts", "query_lens"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ConfigError(f"bench.{name}={getattr(self, name)} is not allowed; give >= 1")
+        longest = max(self.contexts, default=1)
+        if max(self.query_lens, default=1) > min(self.contexts, default=1):
+            raise ConfigError(
+                f"bench.query_lens={self.query_lens} is not allowed; give at most the shortest of "
+                f"bench.contexts={self.contexts}"
+            )
+        if self.bound is not None and self.bound < longest:
+            raise ConfigError(f"bench.bound={self.bound} is not allowed; give >= {longest}")
 
 
 @dataclass(frozen=True)
@@ -79,6 +123,14 @@ class AttentionBenchCase:
         _, num_kv_heads, head_size = SHAPES[self.shape]
         elements = 2 * self.batch * self.context * num_kv_heads * head_size
         return elements * self.dtype.itemsize
+
+
+def bench_cases(config: AttentionBenchConfig, dtype: torch.dtype) -> list[AttentionBenchCase]:
+    """Return every combination of a configuration."""
+    combinations = itertools.product(
+        config.shapes, config.batches, config.contexts, config.query_lens
+    )
+    return [AttentionBenchCase(*values, config.bound, dtype) for values in combinations]
 
 
 @triton.jit
@@ -124,7 +176,7 @@ def measure_read_ceiling(device: torch.device) -> float:
         _read_kernel[(num_programs,)](x, sums, BLOCK_SIZE=_READ_BLOCK, num_warps=8)
 
     rate = x.numel() * x.element_size() / time_us([read] * 2) / 1e3
-    expected = x.double().sum()
+    expected = x.sum(dtype=torch.float64)  # no copy of the buffer
     assert torch.allclose(sums.double().sum(), expected, rtol=1e-3, atol=1.0), "not what was there"
     return rate
 
@@ -302,11 +354,11 @@ def _launches(chosen: AttentionLaunch) -> Iterator[AttentionLaunch]:
             )
 
 
-def main() -> None:
-    """Run the bench and write its record."""
+def main() -> int:
+    """Run the bench and write its record; returns 1 after one sentence on what is wrong."""
     parser = argparse.ArgumentParser(description="paged attention beside the device's read rate")
     parser.add_argument("--out", type=Path, help="where the JSON record goes")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+")
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--contexts", nargs="+", type=int)
     parser.add_argument("--query-lens", nargs="+", type=int, default=list(QUERY_LENS))
@@ -314,32 +366,52 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="launches beside the chosen one")
     parser.add_argument("--top", type=int, default=8, help="launches of a sweep that are printed")
     args = parser.parse_args()
-    shapes = args.shapes or (["8b"] if args.sweep else SHAPES)
-    batches = args.batches or ([32] if args.sweep else BATCHES)
-    contexts = args.contexts or ([4096] if args.sweep else CONTEXTS)
+    try:
+        config = AttentionBenchConfig(
+            shapes=args.shapes or (["8b"] if args.sweep else list(SHAPES)),
+            batches=args.batches or ([32] if args.sweep else list(BATCHES)),
+            contexts=args.contexts or ([4096] if args.sweep else list(CONTEXTS)),
+            query_lens=args.query_lens,
+            bound=args.bound,
+        )
+        if not torch.cuda.is_available():
+            raise ConfigError("bench=attention measures a kernel on a GPU, and torch finds none")
+        record = _record(config, args)
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except (SpecdecError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _record(config: AttentionBenchConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Run what the command line asks for and return its record."""
     device = torch.device("cuda", torch.cuda.current_device())
-    cases = [
-        AttentionBenchCase(*values, bound=args.bound)
-        for values in itertools.product(shapes, batches, contexts, args.query_lens)
-    ]
+    dtype = torch.bfloat16
+    command = shown_command("experiments.bench_attention", sys.argv[1:])
+    provenance = collect_provenance(command, 0, device, dtype)
+    cases = bench_cases(config, dtype)
     ceiling = measure_read_ceiling(device)
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     if args.sweep:
-        rows = []
+        lines = []
         for case in cases:
             found = sweep_launches(case, device, ceiling)
-            rows += found
+            lines += found
             shown = [r for i, r in enumerate(found) if i < args.top or r["chosen"]]
             print(*(_line(r) + "  (chosen)" * r["chosen"] for r in shown), sep="\n", flush=True)
     else:
-        rows = run_attention_bench(cases, device, ceiling)
-    if args.out is not None:
-        command = "python -m experiments.bench_attention"
-        provenance = collect_provenance(command, 0, device, torch.bfloat16)
-        record = {"provenance": provenance, "read_ceiling_gb_per_s": ceiling, "rows": rows}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        lines = run_attention_bench(cases, device, ceiling)
+    return {
+        "bench": config.name,
+        "provenance": provenance,
+        "config": asdict(config),
+        "read_ceiling_gb_per_s": ceiling,
+        "lines": lines,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from experiments.prompts import Question
 from runner.loader import LoadedTarget, load_target, locate, resolve_device, resolve_dtype
 from specdec.api import LLM
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.log import progress
 from specdec.types import SamplingParams
 
@@ -58,6 +58,8 @@ class GenerateBenchConfig:
         for name in ("max_tokens", "per_category", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"bench.{name}={getattr(self, name)} is not allowed; give >= 1")
+        if min(self.ngram_k, default=1) < 1:
+            raise ConfigError(f"bench.ngram_k={self.ngram_k} is not allowed; give integers >= 1")
 
 
 # An arm takes prompt token ids and returns (new token ids, seconds, statistics).
@@ -79,27 +81,37 @@ def generate_bench_rows(
     Returns:
         One row per arm and question: arm, category, question_id, num_tokens, wall_s, num_steps,
         num_verify_tokens, same_text (whether it is transformers' greedy text).
+
+    Raises:
+        CapacityError: no question is short enough.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     target = load_target(config.target, dtype, device)
     tokenizer = target.tokenizer
     assert tokenizer is not None, "the bench needs chat prompts"
-    arms = _arms(config, target, dtype, device)
     prompts = []
     for question in questions:
         message = [{"role": "user", "content": question.turns[0]}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        prompts.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(prompt) + config.max_tokens > config.max_model_len:
+            logger.warning("question %s is too long: left out", question.question_id)
+        else:
+            prompts.append((question, prompt))
+    if not prompts:
+        raise CapacityError(
+            f"none of the {len(questions)} questions fits bench.max_model_len="
+            f"{config.max_model_len} with bench.max_tokens={config.max_tokens} new ones; raise the "
+            "one, lower the other or ask shorter questions"
+        )
+    arms = _arms(config, target, dtype, device)
     rows: list[dict[str, Any]] = []
     names = list(arms)
     for name in names:
-        arms[name](prompts[0][-32:])  # first calls build caches that later ones reuse
-    with progress("bench", total=len(questions)) as bar:
-        for i, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
-            if len(prompt) + config.max_tokens > config.max_model_len:
-                logger.warning("question %s is too long: left out", question.question_id)
-                continue
+        arms[name](prompts[0][1][-32:])  # first calls build caches that later ones reuse
+    with progress("bench", total=len(prompts)) as bar:
+        for i, (question, prompt) in enumerate(prompts):
             texts = {}
             for j in range(len(names)):
                 name = names[(i + j) % len(names)]
@@ -202,7 +214,7 @@ def summarise_generate_bench(rows: "pd.DataFrame", num_resamples: int = 2000) ->
 
     # Every arm ran the questions in the same order, so that one draw picks the same ones of each.
     arms: dict[str, Any] = {arm: rows[rows["arm"] == arm] for arm in rows["arm"].unique()}
-    num_prompts = len(rows["question_id"].unique())
+    (num_prompts,) = {len(own) for own in arms.values()}
     picks = np.random.default_rng(0).integers(num_prompts, size=(num_resamples, num_prompts))
     resampled, rates = {}, {}
     for arm, own in arms.items():

@@ -81,15 +81,7 @@ class StubRunner:
     def execute_model(self, plan: StepPlan, timed: bool = False) -> _CannedHandle:
         """Return an outcome at once; one that is known already where the plan did not change."""
         last, output, generations = self._last
-        same = last is not None and (
-            plan is last
-            or (
-                plan.rows_np is last.rows_np
-                and plan.query_lens_np is last.query_lens_np
-                and plan.is_prefill_np is last.is_prefill_np
-            )
-        )
-        if not same:
+        if last is None or not plan.has_arrays_of(last):
             output = SimpleNamespace(wait=self._outcome(plan))
             generations = self.state.generation_np[plan.rows_np]
         self._last = (plan, output, generations)

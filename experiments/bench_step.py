@@ -20,6 +20,7 @@ import argparse
 import gc
 import json
 import math
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -34,15 +35,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.device_trace import DeviceTrace, read_trace
-from experiments.provenance import collect_provenance
+from experiments.provenance import collect_provenance, shown_command
 from runner.buffers import StagedTables
-from runner.input_batch import InputBuffers, uniform_plan
-from runner.loader import LoadedTarget
+from runner.input_batch import InputBatch, InputBuffers, padding_plan
+from runner.loader import LoadedTarget, resolve_device, resolve_dtype
 from runner.models.hf import HFModel
 from runner.prepare import prepare_inputs
 from runner.states import NewRow, RequestState
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.types import SamplingParams
 
 # The shape of SmolLM2-135M; the draft model has its width and fewer layers.
@@ -60,6 +61,8 @@ TARGET_SHAPE: dict[str, Any] = {
 _DRAFTERS = ("none", "ngram", "draft_model")
 _SCOPES = ("step", "draft", "none")
 _WARM_STEPS = 20
+_GRAPH_BLOCKS, _GRAPH_LAUNCHES = 3, 30  # of a step's graph alone
+_BLOCK_SIZE = 16
 
 
 @dataclass
@@ -75,7 +78,7 @@ class StepBenchConfig:
         num_speculative_tokens: K.
         draft_layers: layers of the draft model.
         prompt_len: tokens of each prompt.
-        num_steps: steps timed.
+        num_steps: steps timed in scope "step"; a fifth of them in the others, which take long.
         num_profiled: steps under the profiler.
     """
 
@@ -96,12 +99,34 @@ class StepBenchConfig:
         for name in ("num_steps", "num_profiled", "prompt_len", "draft_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"bench.{name}={getattr(self, name)} is not allowed; give >= 1")
+        if self.num_speculative_tokens < 0:
+            raise ConfigError(
+                f"bench.num_speculative_tokens={self.num_speculative_tokens} is not allowed; "
+                "give >= 0"
+            )
+        if min(self.num_reqs, default=1) < 1:
+            raise ConfigError(f"bench.num_reqs={self.num_reqs} is not allowed; give integers >= 1")
         for name, allowed in (("drafters", _DRAFTERS), ("scopes", _SCOPES)):
             for value in getattr(self, name):
                 if value not in allowed:
                     raise ConfigError(
                         f"bench.{name} holds {value!r}; allowed are {', '.join(allowed)}"
                     )
+        limit = TARGET_SHAPE["max_position_embeddings"]
+        if self.max_model_len > limit:
+            raise ConfigError(
+                f"bench.num_steps={self.num_steps}, bench.num_profiled={self.num_profiled} and "
+                f"bench.prompt_len={self.prompt_len} could make a request {self.max_model_len} "
+                f"tokens long, of at most {limit}; give less"
+            )
+
+    @property
+    def max_model_len(self) -> int:
+        """Return tokens a request may hold: what it could grow to while it is measured, or more."""
+        graphs = _GRAPH_BLOCKS * _GRAPH_LAUNCHES
+        num_steps = _WARM_STEPS + 2 * self.num_steps + self.num_profiled + graphs
+        longest = self.prompt_len + num_steps * (self.num_speculative_tokens + 1)
+        return max(2048, -(-longest // _BLOCK_SIZE) * _BLOCK_SIZE)
 
 
 def random_model(num_layers: int, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
@@ -133,8 +158,12 @@ class _TimedEvent:
 def _running(
     config: StepBenchConfig, target: LoadedTarget, drafter: Any, scope: str, num_reqs: int
 ) -> Iterator[Engine]:
-    """Give an engine in which `num_reqs` requests decode and none joins or leaves."""
-    max_model_len = 2048
+    """Give an engine in which `num_reqs` requests decode and none joins or leaves.
+
+    Raises:
+        RuntimeError: one left all the same.
+    """
+    max_model_len = config.max_model_len
     engine = Engine(
         target,
         drafter,
@@ -144,7 +173,8 @@ def _running(
         max_num_reqs=num_reqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=max(2048, num_reqs * config.prompt_len),
-        num_kv_blocks=num_reqs * max_model_len // 16 + 16,
+        num_kv_blocks=num_reqs * max_model_len // _BLOCK_SIZE + 16,
+        block_size=_BLOCK_SIZE,
         graph_scope=scope,
         graph_num_reqs=[num_reqs],
     )
@@ -159,6 +189,8 @@ def _running(
     engine.runner.graphs.launches.clear()
     try:
         yield engine
+        if len(engine.unfinished_ids) != num_reqs:
+            raise RuntimeError(f"of {num_reqs} requests some ended while they were measured")
     finally:
         for request_id in list(engine.unfinished_ids):
             engine.discard(request_id)
@@ -239,31 +271,32 @@ def _profile_steps(engine: Engine, num_steps: int) -> DeviceTrace:
         return read_trace(path, "specdec.step")
 
 
-def _device_us(engine: Engine, num_launches: int = 30) -> float | None:
+def _device_us(engine: Engine) -> float | None:
     """Return microseconds of the step's graph launched back to back; the engine ends with it."""
     runner = engine.runner
     key = next((key for key in runner.graphs.keys if key.part == "step"), None)
     if key is None:
         return None
     times = []
-    for _ in range(3):
+    for _ in range(_GRAPH_BLOCKS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(num_launches):
+        for _ in range(_GRAPH_LAUNCHES):
             runner.graphs.launch(key)
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / num_launches)
+        times.append(start.elapsed_time(end) * 1e3 / _GRAPH_LAUNCHES)
     return float(np.median(times))
 
 
-def bench_steps(config: StepBenchConfig, device: torch.device) -> list[dict[str, Any]]:
+def bench_steps(
+    config: StepBenchConfig, device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
     """Return one line for each drafter, scope and batch size.
 
     All are timed before the first is profiled: once the profiler was on, launching a graph costs
     the host hundreds of microseconds for the rest of the process.
     """
-    dtype = getattr(torch, config.dtype)
     layers = TARGET_SHAPE["num_hidden_layers"]
     target = LoadedTarget("random-135m", HFModel(random_model(layers, dtype, device)), None)
     lines: list[dict[str, Any]] = [
@@ -286,10 +319,13 @@ def bench_steps(config: StepBenchConfig, device: torch.device) -> list[dict[str,
 def _measure(engine: Engine, config: StepBenchConfig) -> dict[str, Any]:
     """Time and count the steps of an engine, then its graph alone."""
     graphs = engine.runner.graphs
-    line: dict[str, Any] = _time_steps(engine, config.num_steps)
-    line["parts"] = {name: n / config.num_steps for name, n in graphs.launches.items()}
+    num_steps = config.num_steps
+    if engine.graph_scope != "step":
+        num_steps = -(-num_steps // 5)
+    line: dict[str, Any] = _time_steps(engine, num_steps)
+    line["parts"] = {name: n / num_steps for name, n in graphs.launches.items()}
     line["capture"] = asdict(graphs.cost)
-    line["host_parts_us"] = _host_parts(engine, config.num_steps)
+    line["host_parts_us"] = _host_parts(engine, num_steps)
     line["device_us"] = device_us = _device_us(engine)
     if device_us is not None:
         line["idle_share"] = max(0.0, 1 - device_us / line["step_us"])
@@ -301,8 +337,10 @@ def _profile(engine: Engine, config: StepBenchConfig) -> dict[str, Any]:
     return _profile_steps(engine, config.num_profiled).per_step()
 
 
-def bench_kernels(device: torch.device, num_reqs: int = 64, k: int = 4) -> dict[str, float]:
-    """Return device microseconds of input preparation and of staged writes at `num_reqs`."""
+def uniform_batch(
+    device: torch.device, num_reqs: int, k: int
+) -> tuple[InputBatch, RequestState, StagedTables]:
+    """Return a step of a fixed shape whose rows hold prompts, its columns on the device."""
     state = RequestState(num_reqs, 2048, 128, k, device)
     buffers = InputBuffers(num_reqs, num_reqs * (k + 1), num_reqs * (k + 1), device)
     tables = StagedTables([*state.tables, buffers.columns], device, ring_depth=2)
@@ -313,17 +351,23 @@ def bench_kernels(device: torch.device, num_reqs: int = 64, k: int = 4) -> dict[
         row = state.add_request(NewRow(tokens, length, 2048, k))
         state.block_table.stage_write(row, 0, rng.permutation(8192)[:128])
         state.num_computed_tokens.stage_write(row, 0, length - 1)
-    plan = uniform_plan(num_reqs, k + 1, 2048)
+    plan = padding_plan(num_reqs, k + 1, max_seq_len=2048)
     plan.rows_np[:] = rng.permutation(num_reqs)
     buffers.stage(plan, num_reqs, k + 1)
     tables.apply(0)
-    batch, step = buffers.fixed_batch(num_reqs, k + 1, 2048), torch.zeros(1, device=device).int()
-    prepare_inputs(batch, state, 16, step)
+    return buffers.fixed_batch(num_reqs, k + 1, 2048), state, tables
+
+
+def bench_kernels(device: torch.device, num_reqs: int = 64, k: int = 4) -> dict[str, float]:
+    """Return device microseconds of input preparation and of staged writes at `num_reqs`."""
+    batch, state, tables = uniform_batch(device, num_reqs, k)
+    step = torch.zeros(1, device=device).int()
+    prepare_inputs(batch, state, _BLOCK_SIZE, step)
     graph, repeats = torch.cuda.CUDAGraph(), 100
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
-            prepare_inputs(batch, state, 16, step)
+            prepare_inputs(batch, state, _BLOCK_SIZE, step)
     times = []
     for _ in range(20):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -368,11 +412,12 @@ def run_step_bench(config: StepBenchConfig) -> dict[str, Any]:
     Raises:
         ConfigError: there is no GPU.
     """
-    if not torch.cuda.is_available():
-        raise ConfigError("bench=step measures launches on a GPU, and torch finds none")
-    device = torch.device("cuda" if config.device == "auto" else config.device)
+    device = resolve_device(config.device)
+    if device.type != "cuda":
+        raise ConfigError("bench=step measures launches on a GPU; give a CUDA device")
+    dtype = resolve_dtype(config.dtype, device)
     with torch.cuda.device(device):
-        lines = bench_steps(config, device)
+        lines = bench_steps(config, device, dtype)
         with torch.inference_mode():
             kernels = bench_kernels(device)
     for line in lines:
@@ -398,8 +443,8 @@ def _line_text(line: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Run the bench without Hydra and write its record."""
+def main() -> int:
+    """Run the bench without Hydra and write its record; returns 1 after one sentence on stderr."""
     parser = argparse.ArgumentParser(description="launches, host time and idle time of a step")
     parser.add_argument("--out", type=Path, required=True, help="where the JSON record goes")
     parser.add_argument("--drafters", nargs="+", default=None)
@@ -407,14 +452,21 @@ def main() -> None:
     parser.add_argument("--num-reqs", nargs="+", type=int, default=None)
     given = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
     out: Path = given.pop("out")
-    config = StepBenchConfig(**given)
-    record = run_step_bench(config)
-    device = torch.device("cuda")
-    dtype = getattr(torch, config.dtype)
-    provenance = collect_provenance("python -m experiments.bench_step", 0, device, dtype)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"provenance": provenance, **record}, indent=2) + "\n")
+    try:
+        config = StepBenchConfig(**given)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        command = shown_command("experiments.bench_step", sys.argv[1:])
+        provenance = collect_provenance(command, 0, device, dtype)
+        record = run_step_bench(config)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"provenance": provenance, **record}, indent=2)
+        out.write_text(text + "\n", encoding="utf-8")
+    except (SpecdecError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,8 @@ everything in place on the host. Nothing here needs Hydra or a model library.
 import argparse
 import hashlib
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -41,7 +43,12 @@ _SCRIPT = """\
 # Sets the environment: eval "$(sh install.sh)". PYTHON names another interpreter than python3.
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
-exec "${PYTHON:-python3}" - "$here" "$@" <<'END_OF_INSTALLER'
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11, 4))' 2>/dev/null; then
+    echo "error: $python is no Python 3.11.4 or newer; give another one as PYTHON" >&2
+    exit 1
+fi
+exec "$python" - "$here" "$@" <<'END_OF_INSTALLER'
 %s
 END_OF_INSTALLER
 """
@@ -125,14 +132,21 @@ def pack_source(root: Path, archive: Path) -> str:
     Raises:
         SpecdecError: the folder is no git checkout.
     """
-    names = [name for name in _git(root, "ls-files", "-z").split("\0") if name]
+    top = Path(_git(root, "rev-parse", "--show-toplevel").removesuffix("\n"))
+    if top.resolve() != root.resolve():
+        raise SpecdecError(
+            f"{root} lies in {top}, a git checkout of something else; run this in a checkout of "
+            "the project"
+        )
+    names = _names(_git(root, "ls-files", "-z"))
     with tarfile.open(archive, "w:gz") as tar:
         for name in sorted(names):
             if (root / name).is_symlink() or (root / name).is_file():  # else deleted, or a module
                 tar.add(root / name, name, recursive=False, filter=_anonymous)
-    untracked = _git(root, "ls-files", "--others", "--exclude-standard").splitlines()
+    untracked = _names(_git(root, "ls-files", "-z", "--others", "--exclude-standard"))
     if untracked:
-        _say(f"{len(untracked)} untracked files are left out, {untracked[0]} the first of them")
+        first = os.fsencode(untracked[0]).decode("utf-8", "backslashreplace")
+        _say(f"{len(untracked)} untracked files are left out, {first} the first of them")
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     return _git(root, "rev-parse", "HEAD").strip() + ("-dirty" if changed else "")
 
@@ -143,12 +157,18 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
+def _names(listed: str) -> list[str]:
+    return [name for name in listed.split("\0") if name]
+
+
 def _git(root: Path, *arguments: str) -> str:
+    """Return what git prints; a name that is not UTF-8 comes as the file system's calls take it."""
     command = ["git", "-C", str(root), *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return os.fsdecode(subprocess.run(command, capture_output=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]
+        stderr = (getattr(error, "stderr", None) or b"").decode("utf-8", "backslashreplace")
+        said = (stderr.strip() or str(error)).splitlines()[-1]
         raise SpecdecError(
             f"the source could not be listed ({said}); run this in a git checkout"
         ) from error
@@ -238,9 +258,9 @@ def _check() -> None:
 
 
 def _bundle(arguments: argparse.Namespace) -> None:
-    part_bytes = int(arguments.part_mb * _MB)
-    if part_bytes < 1:
+    if not math.isfinite(arguments.part_mb) or int(arguments.part_mb * _MB) < 1:
         raise ConfigError(f"--part-mb {arguments.part_mb} is not allowed; give more than 0")
+    part_bytes = int(arguments.part_mb * _MB)
     setup_logging()  # the weights are a download of 90 MB
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)

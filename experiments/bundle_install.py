@@ -1,7 +1,8 @@
 """The installer of a bundle: join the parts, check them, put everything in its place.
 
 `experiments.bundle` copies this file into a bundle's install.sh. It runs on a host where nothing of
-the project is yet, so it needs the standard library alone, and the network never.
+the project is yet, so it needs the standard library alone, and the network never. Python is 3.11.4
+or newer, which install.sh checks: `tarfile` takes a filter since then.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 MANIFEST = "manifest.json"
 RECEIPT = "installed.json"
 _CHUNK_BYTES = 1 << 20
+_KINDS = ("source", "wheel", "weights")
 
 
 class InstallError(Exception):
@@ -39,7 +42,7 @@ def main(arguments: list[str]) -> int:
     target = Path(arguments[1]).absolute() if len(arguments) > 1 else bundle / "installed"
     try:
         manifest = _read(bundle / MANIFEST)
-        if not manifest:
+        if not _is_sound(manifest):
             raise InstallError(f"{bundle / MANIFEST} is missing or damaged; copy it again")
         if not _is_installed(target, manifest):
             _install(bundle, target, manifest)
@@ -52,6 +55,27 @@ def main(arguments: list[str]) -> int:
         f"SPECDEC_CACHE={shlex.quote(str(target / 'cache'))}"
     )
     return 0
+
+
+def _is_sound(manifest: dict[str, Any]) -> bool:
+    """Return whether a manifest has what the installer reads of it, each of its type."""
+    needed = {"name": str, "bytes": int, "sha256": str}
+    for key, more in (("parts", {}), ("files", {"kind": str})):
+        entries = manifest.get(key)
+        if not isinstance(entries, list):
+            return False
+        for entry in entries:
+            if not isinstance(entry, dict):
+                return False
+            for name, kind in (needed | more).items():
+                if not isinstance(entry.get(name), kind):
+                    return False
+            # A name is a file's in the folder at hand, and nothing above it.
+            if entry["bytes"] < 0 or Path(entry["name"]).name != entry["name"]:
+                return False
+            if more and entry["kind"] not in _KINDS:
+                return False
+    return True
 
 
 def _install(bundle: Path, target: Path, manifest: dict[str, Any]) -> None:
@@ -144,11 +168,20 @@ def _chunks(store: Path, parts: list[dict[str, Any]]) -> Iterator[bytes]:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the source and put it in place of an older one."""
+    """Unpack the source and put it in place of an older one.
+
+    Raises:
+        InstallError: the archive cannot be read.
+    """
     fresh = folder.with_suffix(".new")
     shutil.rmtree(fresh, ignore_errors=True)
-    with tarfile.open(archive) as tar:
-        tar.extractall(fresh, filter="data")
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(fresh, filter="data")
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise InstallError(
+            f"{archive.name} cannot be unpacked ({error}); make the bundle again"
+        ) from error
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(fresh, folder)
 

@@ -32,7 +32,7 @@ SCHEMA_SUFFIX = "_schema"  # of the names under which dataclasses lie beside the
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
-def hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> int:
+def hydra_app(config_name: str, task: Callable[[DictConfig], None], when_interrupted: str) -> int:
     """Compose a configuration from the command line and run a task on it.
 
     With HYDRA_FULL_ERROR=1 every error is raised as it is.
@@ -40,6 +40,7 @@ def hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> int:
     Args:
         config_name: root file in `conf/`.
         task: the app.
+        when_interrupted: what an interrupt left, in one sentence.
 
     Returns:
         The process's exit code.
@@ -66,7 +67,7 @@ def hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        print("interrupted; what was measured so far is in the run folder", file=sys.stderr)
+        print(f"interrupted; {when_interrupted}", file=sys.stderr)
         return 130
     except Exception as error:
         # Before the task began there is only Hydra at work on the command line, and it raises

@@ -3,7 +3,10 @@
 import importlib.metadata
 import os
 import platform
+import re
+import shlex
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,9 @@ import specdec
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "transformers", "triton")
+# A path that starts at the root, at home or above the current folder: at the start of an argument,
+# or of a value or a list's entry in it. Not the "//" of an address.
+_OUTSIDE = re.compile(r"(?<![^=\[,{(:'\"\s])(?:/(?!/)|~|\.\.?/)(?:\\.|[^,\]})'\"\s\\])*")
 
 
 def collect_provenance(
@@ -27,9 +33,12 @@ def collect_provenance(
         device: where the target runs.
         dtype: of the timed runs.
     """
-    status = _git("status", "--porcelain")
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != _ROOT:  # a copy in a checkout of something else
+        commit = status = None
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit,
         "dirty": None if status is None else bool(status),
         "command": command,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -41,6 +50,36 @@ def collect_provenance(
         "seed": seed,
         "platform": f"{platform.system()} {platform.machine()}",
     }
+
+
+def shown_path(name: str) -> str:
+    """Return a path as a record has it, for a record is published: no folder outside is named.
+
+    Args:
+        name: a file or folder; below the current folder it is shown relative to that, elsewhere
+            as its last part. A hub id stays what it is.
+    """
+    relative = os.path.relpath(os.path.expanduser(name))
+    outside = relative == os.pardir or relative.startswith(os.pardir + os.sep)
+    return Path(os.path.abspath(os.path.expanduser(name))).name if outside else relative
+
+
+def shown_command(module: str, arguments: Iterable[str], paths: Iterable[str] = ()) -> str:
+    """Return a command line as a record has it.
+
+    Args:
+        module: what python runs.
+        arguments: as they were typed.
+        paths: values in them that are known to be paths; others are found by how they begin.
+    """
+    known = sorted(set(paths), key=len, reverse=True)
+
+    def shown(argument: str) -> str:
+        for path in known:
+            argument = argument.replace(path, shown_path(path))
+        return _OUTSIDE.sub(lambda found: shown_path(found[0]), argument)
+
+    return shlex.join(["python", "-m", module, *map(shown, arguments)])
 
 
 def device_name(device: torch.device) -> str:

@@ -139,27 +139,30 @@ def _time_arms(
     run.folder.write_json("arms.json", _with_verdicts(_entries(run, arms), verdicts))
     groups = groups_of(run.questions, run.config.batch_size)
     logger.info("timing %d arms on %d questions", len(arms), len(run.questions))
-    with progress("timing", total=len(groups) * len(arms)) as bar:
-        for index, group in enumerate(groups):
-            # Rotated, so that no arm always runs first on a cool machine or with cold caches.
-            first = index % len(arms)
-            for arm in arms[first:] + arms[:first]:
-                arm.add(play(arm.engine, group, run.params), index)
-                bar.advance(
-                    f"{arm.spec.name}: {arm.tokens_per_s:.1f} tokens/s, "
-                    f"accepted length {arm.accepted_length:.2f}"
-                )
-            if run.folder.flush_if_due(arms):
-                run.folder.write_json("arms.json", _with_verdicts(_entries(run, arms), verdicts))
-            run.tracker.log(_progress_metrics(arms), step=index)
+    try:
+        with progress("timing", total=len(groups) * len(arms)) as bar:
+            for index, group in enumerate(groups):
+                # Rotated, so that no arm always runs first on a cool machine or with cold caches.
+                first = index % len(arms)
+                for arm in arms[first:] + arms[:first]:
+                    arm.add(play(arm.engine, group, run.params), index)
+                    bar.advance(
+                        f"{arm.spec.name}: {arm.tokens_per_s:.1f} tokens/s, "
+                        f"accepted length {arm.accepted_length:.2f}"
+                    )
+                if run.folder.flush_if_due(arms):
+                    entries = _with_verdicts(_entries(run, arms), verdicts)
+                    run.folder.write_json("arms.json", entries)
+                run.tracker.log(_progress_metrics(arms), step=index)
+    finally:  # an interrupt, too, leaves all that was measured
+        entries = _entries(run, arms)
+        run.folder.write_json("arms.json", _with_verdicts(entries, verdicts))
+        run.folder.flush(arms)
     if not arms[0].turns:
         raise CapacityError(
             f"none of the {len(run.questions)} questions fits engine.max_model_len="
             f"{run.config.engine.max_model_len}; raise it or ask shorter questions"
         )
-    entries = _entries(run, arms)
-    run.folder.write_json("arms.json", _with_verdicts(entries, verdicts))
-    run.folder.flush(arms)
     _log_launches(entries)
     return entries
 
@@ -264,7 +267,7 @@ def run_task(cfg: DictConfig) -> None:
 def main() -> int:
     """Run the app on the command line; returns the exit code."""
     register_schemas()
-    return hydra_app("run", run_task)
+    return hydra_app("run", run_task, "what was measured so far is in the run folder")
 
 
 if __name__ == "__main__":

@@ -163,10 +163,10 @@ class OutputRing:
         self._unread.add(step)
         return step % self.depth
 
-    def abandon_step(self) -> None:
-        """Take back the step that was begun last: it failed on the way to the stream."""
-        self._unread.discard(self._num_enqueued)
-        # It may have been counted on the device already; failing is rare enough to wait and look.
+    def abandon_steps(self) -> None:
+        """Forget every step that was not read, one that failed on its way included."""
+        self._unread.clear()
+        # It may have been counted on the device or not: wait for all, and look.
         self._num_enqueued = int(self.step)
 
     def end_step(self, num_reqs: int, width: int) -> "AsyncOutput":

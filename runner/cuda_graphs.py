@@ -58,15 +58,15 @@ class _Captured:
     outputs: Any
 
 
-def capture_sizes(configured: list[int] | None, max_num_reqs: int) -> list[int]:
+def capture_sizes(configured: list[int] | None, most_reqs: int) -> list[int]:
     """Return the numbers of requests to capture: those configured, else powers of two.
 
-    Every size is at most `max_num_reqs`, which is a size itself where it is below the largest.
+    Args:
+        configured: rising, or None.
+        most_reqs: requests that a uniform step can have at all; a larger size becomes this one.
     """
-    if configured is not None:
-        return sorted({min(size, max_num_reqs) for size in configured})
-    sizes = [1 << i for i in range(_LARGEST_DEFAULT.bit_length())]
-    return sorted({min(size, max_num_reqs) for size in sizes})
+    sizes = configured or [1 << i for i in range(_LARGEST_DEFAULT.bit_length())]
+    return sorted({min(size, most_reqs) for size in sizes})
 
 
 class CUDAGraphManager:
@@ -84,6 +84,8 @@ class CUDAGraphManager:
         self.launches: Counter[str] = Counter()  # what was launched, or ran eager and why
         self._on_gpu = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        # Torch's own capture stream is on the device of the process's first capture.
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._captured: dict[GraphKey, _Captured] = {}
 
     @property
@@ -108,7 +110,7 @@ class CUDAGraphManager:
         before = self._reserved()
         if self._on_gpu:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 outputs = function()
             self._captured[key] = _Captured(graph.replay, outputs)
         else:

@@ -64,16 +64,25 @@ class StepPlan:
         )
 
 
-def uniform_plan(num_reqs: int, query_len: int, max_seq_len: int) -> StepPlan:
-    """Return a plan of padding in which every place verifies `query_len` positions."""
-    none = np.zeros(num_reqs, dtype=bool)
+def padding_plan(
+    num_places: int, query_len: int, is_prefill: bool = False, max_seq_len: int | None = None
+) -> StepPlan:
+    """Return a plan of padding alone: it runs at full cost and touches no state.
+
+    Args:
+        num_places: places of the step.
+        query_len: tokens a place.
+        is_prefill: whether the tokens are prompt tokens.
+        max_seq_len: context length that is read for; None takes `query_len`.
+    """
+    flag = np.full(num_places, is_prefill)
     return StepPlan(
-        rows_np=np.full(num_reqs, -1, dtype=np.int32),
-        query_lens_np=np.full(num_reqs, query_len, dtype=np.int32),
-        is_prefill_np=none,
-        is_last_chunk_np=none,
-        max_seq_len=max_seq_len,
-        max_total_len=max_seq_len,
+        rows_np=np.full(num_places, -1, dtype=np.int32),
+        query_lens_np=np.full(num_places, query_len, dtype=np.int32),
+        is_prefill_np=flag,
+        is_last_chunk_np=flag,
+        max_seq_len=max_seq_len or query_len,
+        max_total_len=(max_seq_len or query_len) + 1,
     )
 
 
@@ -172,6 +181,11 @@ class InputBuffers:
             self.columns.stage_write(index, 0, columns[index])
             shipped[index] = columns[index]
 
+    def forget(self) -> None:
+        """Take nothing for shipped any more: a step failed."""
+        self._last = None
+        self._shipped.fill(-2)  # no column holds it
+
     def batch(self, plan: StepPlan) -> InputBatch:
         """Return a plan's views, whose columns were staged, still to be filled.
 
@@ -219,6 +233,6 @@ class InputBuffers:
 
     def fixed_batch(self, num_reqs: int, query_len: int, max_seq_len: int) -> InputBatch:
         """Return the views of a uniform step of a fixed shape, whatever its places hold."""
-        batch = self.batch(uniform_plan(num_reqs, query_len, max_seq_len))
+        batch = self.batch(padding_plan(num_reqs, query_len, max_seq_len=max_seq_len))
         batch.rows_np = None
         return batch

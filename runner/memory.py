@@ -7,10 +7,9 @@ are mapped only when they are first written.
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from runner.input_batch import StepPlan
+from runner.input_batch import padding_plan
 from specdec.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -18,28 +17,6 @@ if TYPE_CHECKING:
 
 _CPU_LIMIT_BYTES = 2 * 2**30
 _GPU_FRACTION = 0.9  # of the device's memory, for weights, activations and KV together
-
-
-def padding_plan(
-    num_places: int, query_len: int, is_prefill: bool, max_seq_len: int | None = None
-) -> StepPlan:
-    """Return a plan of padding alone: it runs at full cost and touches no state.
-
-    Args:
-        num_places: places of the step.
-        query_len: tokens a place.
-        is_prefill: whether the tokens are prompt tokens.
-        max_seq_len: context length that is read for; None takes `query_len`.
-    """
-    flag = np.full(num_places, is_prefill)
-    return StepPlan(
-        rows_np=np.full(num_places, -1, dtype=np.int32),
-        query_lens_np=np.full(num_places, query_len, dtype=np.int32),
-        is_prefill_np=flag,
-        is_last_chunk_np=flag,
-        max_seq_len=max_seq_len or query_len,
-        max_total_len=(max_seq_len or query_len) + 1,
-    )
 
 
 def choose_num_kv_blocks(runner: "ModelRunner") -> int:
@@ -81,6 +58,7 @@ def _profile_gpu(runner: "ModelRunner") -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.device)
     others = total - free - torch.cuda.memory_reserved(runner.device)
-    # What graphs allocate while they are captured stays theirs: at most another largest step.
+    # What graphs allocate while they are captured stays theirs. They share one pool, and none is
+    # larger than the largest step: it is needed once more.
     graphs = peak - kept if config.graph_scope != "none" else 0
     return int(total * _GPU_FRACTION) - others - peak - graphs

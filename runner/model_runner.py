@@ -20,14 +20,14 @@ from torch import Tensor
 from runner.async_output import AsyncOutput, OutputRing, StepTensors
 from runner.buffers import StagedTables
 from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
-from runner.input_batch import InputBatch, InputBuffers, StepPlan, uniform_plan
+from runner.input_batch import InputBatch, InputBuffers, StepPlan, padding_plan
 from runner.kv_cache import PagedKVCache
 from runner.memory import choose_num_kv_blocks
 from runner.models.hf import HFModel
 from runner.states import NewRow, RequestState
 from runner.step import SamplerProtocol, Step
 from runner.step_timer import StepTimer
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import CapacityError, ConfigError, UnsupportedError
 from specdec.protocols import DraftBuffers, DraftContext, Drafter, TargetView
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class ModelRunner:
         self.state = RequestState(
             max_reqs, config.max_model_len, max_num_blocks, k, device, config.token_table
         )
-        self.graphs = CUDAGraphManager(device, capture_sizes(config.graph_num_reqs, max_reqs))
+        most_reqs = min(max_reqs, max(1, config.max_num_batched_tokens // (k + 1)))
+        self.graphs = CUDAGraphManager(device, capture_sizes(config.graph_num_reqs, most_reqs))
         # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
         self._fixed_shapes = device.type == "cuda" or config.graph_scope != "none"
         self._fixed_batches: dict[int, InputBatch] = {}
@@ -102,26 +103,30 @@ class ModelRunner:
             [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
         )
         self._last_dispatch: tuple[StepPlan, int | None, bool] | None = None
-        drafter.load(
-            TargetView(
-                model=target,
-                vocab_size=target.vocab_size,
-                hidden_size=target.hidden_size,
-                dtype=target.dtype,
-                device=device,
-                num_speculative_tokens=k,
-                max_model_len=config.max_model_len,
-                tokenizer=tokenizer,
-            )
+        view = TargetView(
+            model=target,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            dtype=target.dtype,
+            device=device,
+            num_speculative_tokens=k,
+            max_model_len=config.max_model_len,
+            tokenizer=tokenizer,
         )
+        with self._on_device():
+            drafter.load(view)
         self.num_kv_blocks = config.num_kv_blocks or 1
         self.kv = target.make_kv_cache(self.num_kv_blocks, config.block_size)
-        draft_logits = self._bind_drafter(largest)
-        self._step = Step(target, sampler, drafter, self.state, self.kv, self.outputs, draft_logits)
+        self._allocate_for_drafter(largest)
+        self._bind_drafter()
+        self._step = Step(
+            target, sampler, drafter, self.state, self.kv, self.outputs, self.draft_logits
+        )
         if config.num_kv_blocks is None:
             self.num_kv_blocks = choose_num_kv_blocks(self)
             for kv in self.kv_caches:
                 kv.resize(self.num_kv_blocks)
+            self._bind_drafter()  # again: these addresses stay
         self._log_memory()
         self._capture_graphs()
 
@@ -146,24 +151,21 @@ class ModelRunner:
             "pinned host" if self.config.token_table == "pinned" else "device",
         )
 
-    def _bind_drafter(self, largest: int) -> Tensor | None:
-        """Give the drafter its buffers; capabilities are read after `load`, which may set them.
+    def _allocate_for_drafter(self, largest: int) -> None:
+        """Allocate what the drafter asks for, once `load` has set what that is.
 
         Args:
             largest: requests of the largest fixed shape.
-
-        Returns:
-            draft_logits, where the drafter offers q.
         """
         wants, config, device = self.drafter.capabilities, self.config, self.device
         self._check_wants()
         k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
-        draft_logits: Tensor | None = None
+        self.draft_logits: Tensor | None = None
         if wants.offers_q and k > 0:
             shape = (config.max_num_reqs, k, self.target.vocab_size)
-            draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
         self.draft_kv: PagedKVCache | None = None
         if wants.kv is not None:
             self.draft_kv = PagedKVCache(
@@ -176,18 +178,23 @@ class ModelRunner:
                 device,
             )
         # What a drafter's graph reads of a target that ran outside of it, at fixed addresses.
-        counts = torch.zeros(3, largest, dtype=torch.int32, device=device)
+        # Each allocated alone: kernels are compiled for the alignment of their arguments.
+        counts = [torch.zeros(largest, dtype=torch.int32, device=device) for _ in range(3)]
         no_tokens = torch.empty(largest, 0, dtype=torch.int64, device=device)
         self._fixed_outcome = StepTensors(no_tokens, counts[0], counts[1], no_tokens, counts[2])
         self._fixed_hidden: Tensor | None = None
         if wants.hidden_states == "last":
             shape = (largest * (k + 1), self.target.hidden_size)
             self._fixed_hidden = torch.zeros(shape, dtype=self.target.dtype, device=device)
+
+    def _bind_drafter(self) -> None:
+        """Give the drafter its views and buffers."""
+        state = self.state
         buffers = DraftBuffers(
-            self.state.draft_tokens, self.state.draft_kind, draft_logits, self.draft_kv
+            state.draft_tokens, state.draft_kind, self.draft_logits, self.draft_kv
         )
-        self.drafter.bind(self.state.view(), buffers)
-        return draft_logits
+        with self._on_device():
+            self.drafter.bind(state.view(), buffers)
 
     def _check_wants(self) -> None:
         """Refuse a drafter that asks for what is not offered."""
@@ -224,36 +231,36 @@ class ModelRunner:
             parts.append("step" if drafts or k == 0 else "target")
         if scope == "draft" and drafts:
             parts.append("draft")
-        if scope != "none" and drafts and self._splits_first_pass:
+        if scope != "none" and drafts and wants.splits_first_pass:
             parts.append("propose")
         return parts
-
-    @property
-    def _splits_first_pass(self) -> bool:
-        """Return whether `propose` needs nothing of the tokens that a step ran."""
-        wants = self.drafter.capabilities
-        reads_tokens = wants.kv is not None or wants.hidden_states != "none"
-        return wants.splits_first_pass or not reads_tokens
 
     def _capture_graphs(self) -> None:
         """Capture every part for every size, from the largest on.
 
         Raises:
             UnsupportedError: the drafter does what a graph cannot hold.
+            CapacityError: the device's memory does not hold the graphs.
         """
         k, name = self.config.num_speculative_tokens, type(self.drafter).__name__
+        self.graphs.launches.clear()  # the memory profile is no step of the run
         if self.config.graph_scope == "none":
             return
         for size in reversed(self.graphs.sizes):
             # Runs eager, as nothing of this size is captured yet: every kernel is compiled by it.
-            self.execute_model(uniform_plan(size, k + 1, self.config.max_model_len)).output.wait()
-            batch, functions = self._fixed_batch(size), self._graph_functions(size)
+            plan = padding_plan(size, k + 1, max_seq_len=self.config.max_model_len)
+            self.execute_model(plan).output.wait()
+            functions = self._graph_functions(size)
             for part in self._graph_parts:
-                key = GraphKey(part, batch.num_reqs, k, k)
                 try:
                     with torch.inference_mode(), self._on_device():
-                        self.graphs.capture(key, functions[part])
-                except RuntimeError as error:
+                        self.graphs.capture(GraphKey(part, size, k, k), functions[part])
+                except torch.OutOfMemoryError as error:
+                    raise CapacityError(
+                        f"the graph of {size} requests does not fit the device's memory beside "
+                        f"{self.num_kv_blocks} KV blocks; lower num_kv_blocks or graph_num_reqs"
+                    ) from error
+                except Exception as error:  # whatever a plug-in's code raises, the reason is shown
                     reason = " ".join(str(error).split())[:200]
                     raise UnsupportedError(
                         f"part {part!r} of a step with drafter {name} cannot be captured in a CUDA "
@@ -302,7 +309,8 @@ class ModelRunner:
         """Give a request a row and tell sampler and drafter; returns the row."""
         row = self.state.add_request(new)
         self.sampler.add_request(row, params, seed)
-        self.drafter.add_request(row)
+        with torch.inference_mode(), self._on_device():
+            self.drafter.add_request(row)
         return row
 
     def add_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
@@ -312,6 +320,16 @@ class ModelRunner:
     def remove_request(self, row: int) -> None:
         """Free a row."""
         self.state.remove_request(row)
+
+    def abandon_steps(self) -> None:
+        """Forget every step in flight and free every row, because a step failed.
+
+        Whoever owned a row has to be added again; what was staged for it counts for nothing.
+        """
+        self.outputs.abandon_steps()
+        self.buffers.forget()
+        self._last_dispatch = None
+        self.state.remove_all()
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -324,16 +342,14 @@ class ModelRunner:
         Args:
             plan: the step.
             timed: measure its phases.
+
+        After an exception nothing is known of the steps in flight: call `abandon_steps`.
         """
         with torch.inference_mode(), self._on_device():
             ring_place = self.outputs.begin_step()
-            try:
-                timer = StepTimer(self.device.type == "cuda") if timed else None
-                width, num_tokens = self._execute(plan, ring_place, timer)
-                output = self.outputs.end_step(plan.num_reqs, width)
-            except BaseException:
-                self.outputs.abandon_step()
-                raise
+            timer = StepTimer(self.device.type == "cuda") if timed else None
+            width, num_tokens = self._execute(plan, ring_place, timer)
+            output = self.outputs.end_step(plan.num_reqs, width)
         generations = self.state.generation_np[plan.rows_np]
         return StepHandle(plan, output, timer, generations, num_tokens)
 
@@ -430,10 +446,10 @@ class ModelRunner:
             self.drafter.capabilities,
             self.config.graph_scope,
         )
-        fixed_shape = num_places is not None and self._splits_first_pass
+        fixed_shape = num_places is not None and wants.splits_first_pass
         if not wants.graph_safe:
             reason = "the drafter is not graph-safe"
-        elif not self._splits_first_pass and scope != "none":
+        elif not wants.splits_first_pass and scope != "none":
             reason = "the drafter does not split off its first pass"
         elif fixed_shape:
             reason = f"graph_scope is {scope}"

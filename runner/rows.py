@@ -41,7 +41,9 @@ def _scatter_rows_kernel(
 
 
 def scatter_rows(table: Tensor, idx_mapping: Tensor, values: Tensor) -> None:
-    """Write `values[place]` to `table[idx_mapping[place]]` for every real place; one launch.
+    """Write `values[place]` to `table[idx_mapping[place]]` for every real place.
+
+    One launch for rows of up to two dimensions, else one for each element of the first of them.
 
     Args:
         table: [N, ...], in/out; a view of any strides.
@@ -50,12 +52,15 @@ def scatter_rows(table: Tensor, idx_mapping: Tensor, values: Tensor) -> None:
         values: [R, ...], dtype of `table`; what follows R may be broadcast.
     """
     assert values.dtype == table.dtype, (values.dtype, table.dtype)
-    # Three dimensions are all that the kernel strides over.
-    if not use_triton(table) or table.dim() > 3:
+    if not use_triton(table):
         scatter_rows_ref(table, idx_mapping, values)
         return
     values = values.expand(len(idx_mapping), *table.shape[1:])
     if values.numel() == 0:
+        return
+    if table.dim() > 3:  # the kernel strides over three dimensions
+        for i in range(table.shape[1]):
+            scatter_rows(table[:, i], idx_mapping, values[:, i])
         return
     while table.dim() < 3:
         table, values = table.unsqueeze(1), values.unsqueeze(1)

@@ -119,6 +119,11 @@ class RequestState:
         self._used_rows.remove(row)
         self._free_rows.append(row)
 
+    def remove_all(self) -> None:
+        """Free every row."""
+        for row in sorted(self._used_rows):
+            self.remove_request(row)
+
     @property
     def tables(self) -> list[StagedWriteTensor]:
         """Return every tensor that the CPU writes by staging."""

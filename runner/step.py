@@ -22,7 +22,7 @@ from runner.postprocess import clear_drafts, limit_drafts, post_update
 from runner.prepare import prepare_inputs
 from runner.states import RequestState
 from runner.step_timer import StepTimer
-from specdec.protocols import DraftContext, Drafter, Noise, VerifyContext
+from specdec.protocols import DraftContext, Drafter, Noise, SplitDrafter, VerifyContext
 
 
 class SamplerProtocol(Protocol):
@@ -132,13 +132,21 @@ class Step:
             outcome: `num_sampled` and `num_rejected` are read, `num_drafts` is written.
             propose: stands in for the drafter's own, where that is launched as a graph.
         """
-        # Before the drafts are cleared: a drafter may want to see which of its own were rejected.
+        drafts, kind = self.state.draft_tokens, self.state.draft_kind
+        if batch.rows_np is not None:
+            # A row that runs its prompt may still hold the drafts of an earlier owner.
+            prefills = torch.where(batch.is_verify > 0, -1, batch.idx_mapping)
+            clear_drafts(prefills, drafts, kind)
+        # Before the others are cleared: a drafter may want to see which of its own were rejected.
         self.drafter.observe(
-            VerifyContext(batch.idx_mapping, outcome.num_sampled, outcome.num_rejected)
+            VerifyContext(
+                batch.idx_mapping, batch.is_verify, outcome.num_sampled, outcome.num_rejected
+            )
         )
-        clear_drafts(batch.idx_mapping, self.state.draft_tokens, self.state.draft_kind)
+        clear_drafts(batch.idx_mapping, drafts, kind)
         ctx = self._draft_context(batch, hidden, outcome)
-        self.drafter.first_pass(ctx)
+        if self.drafter.capabilities.splits_first_pass:
+            cast(SplitDrafter, self.drafter).first_pass(ctx)
         (propose or self.drafter.propose)(ctx)
         limit_drafts(batch, self.state, outcome.num_drafts)
 

@@ -73,16 +73,19 @@ class LLM:
         if labels is not None and len(labels) != len(batch):
             raise ConfigError(f"{len(labels)} labels for {len(batch)} prompts")
         names = [f"generate-{next(self._ids)}" for _ in batch]
-        own = set(names)
+        own: set[str] = set()  # those really added: an id of the caller's own may be taken
+        foreign: list[Increment] = []  # of requests that the caller runs on the same engine
         outputs: dict[str, RequestOutput] = {}
         try:
             for i, (name, prompt) in enumerate(zip(names, batch, strict=True)):
                 label = labels[i] if labels is not None else None
                 self.engine.add_request(name, prompt, params[i], label)
+                own.add(name)
             while len(outputs) < len(names):
                 for increment in self.engine.step():
                     if increment.request_id not in own:
-                        continue  # a caller may run requests of its own on the same engine
+                        foreign.append(increment)
+                        continue
                     if on_increment is not None:
                         on_increment(increment)
                     if increment.output is not None:
@@ -90,6 +93,7 @@ class LLM:
         finally:
             for name in self.engine.unfinished_ids & own:
                 self.engine.discard(name)
+            self.engine.put_back(foreign)
         return [outputs[name] for name in names]
 
 

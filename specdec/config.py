@@ -127,11 +127,13 @@ def _type_hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has a type: the outermost one; a Literal is left to its owner."""
+    """Return whether a value has a type, a list its entries' too; a Literal is its owner's."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
     kind = get_origin(hint) or hint
     if kind in (int, float):
         number = Integral if kind is int else Real
         return isinstance(value, number) and not isinstance(value, bool)
+    if kind is list and isinstance(value, list):
+        return all(_fits(entry, part) for part in get_args(hint) for entry in value)
     return isinstance(value, kind) if isinstance(kind, type) else True

@@ -165,7 +165,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._planned: ScheduledStep | None = None  # what the plan at hand was made for
-        self._aborted: list[Increment] = []
+        self._pending: list[Increment] = []
         self._arrivals = itertools.count()
         self._steps = itertools.count()
         self._last_read = 0.0
@@ -252,7 +252,8 @@ class Engine:
         Raises:
             ConfigError: no unfinished request has that id.
         """
-        self._aborted.append(self.discard(request_id))
+        increment = self.discard(request_id)
+        self._pending.append(increment)
 
     def discard(self, request_id: str) -> Increment:
         """End a request at once; its last increment is returned here and comes with no step.
@@ -263,8 +264,14 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
+        # A step that failed may have left increments that were not handed out.
+        self._pending = [i for i in self._pending if i.request_id != request_id]
         start = len(request.detokenizer.token_ids)
         return self._finish(request, start, Trimmed([], "abort"))
+
+    def put_back(self, increments: list[Increment]) -> None:
+        """Keep increments that were not for the caller of a step; they come with the next one."""
+        self._pending += increments
 
     @property
     def unfinished_ids(self) -> set[str]:
@@ -274,13 +281,27 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Return whether a step would do anything."""
-        return bool(self.scheduler.has_requests or self._in_flight or self._aborted)
+        return bool(self.scheduler.has_requests or self._in_flight or self._pending)
 
     # --- the step -------------------------------------------------------------------------------
 
     def step(self) -> list[Increment]:
         """Enqueue one step, read one outcome, and return what it added to which request."""
-        increments, self._aborted = self._aborted, []
+        increments, self._pending = self._pending, []
+        try:
+            drained = not self._enqueue()
+            while self._in_flight and (drained or len(self._in_flight) >= self.max_steps_in_flight):
+                # An interrupt nearly always comes while waiting: the step must still be there then.
+                self._in_flight[0].handle.output.wait()
+                increments += self._read(self._in_flight.popleft())
+        except BaseException:
+            self._pending = increments
+            self._start_over()
+            raise
+        return increments
+
+    def _enqueue(self) -> bool:
+        """Schedule and enqueue a step; returns whether more may be enqueued before one is read."""
         started = time.perf_counter()
         schedule = self.scheduler.schedule(len(self._in_flight))
         for request in schedule.preempted:
@@ -290,10 +311,19 @@ class Engine:
             plan = self._prepare(scheduled, schedule)
             handle = self.runner.execute_model(plan, timed=self.trace is not None)
             self._in_flight.append(_InFlight(handle, scheduled, next(self._steps), started))
-        drained = schedule.must_drain or scheduled is None
-        while self._in_flight and (drained or len(self._in_flight) >= self.max_steps_in_flight):
-            increments += self._read(self._in_flight.popleft())
-        return increments
+        return scheduled is not None and not schedule.must_drain
+
+    def _start_over(self) -> None:
+        """Forget what is in flight and send every request back to wait, because a step failed.
+
+        They resume with the tokens that were committed to them; noise is keyed by position, so
+        their texts go on as if nothing had happened.
+        """
+        self._in_flight.clear()
+        for request in self.scheduler.preempt_all():
+            request.row = None
+        self.runner.abandon_steps()
+        self._planned = None
 
     def _prepare(self, scheduled: ScheduledStep, schedule: SchedulerOutput) -> StepPlan:
         """Give rows and blocks to the schedule and turn it into the runner's plan.

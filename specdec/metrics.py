@@ -179,7 +179,8 @@ def time_split(requests: pd.DataFrame, steps: pd.DataFrame, arms: Sequence[Arm])
 
     Returns:
         One line per arm: `num_steps` (decode steps), `<phase>_ms` and `<phase>_share` for each of
-        PHASES, `step_ms` (mean wall time from a step's launch to its commit).
+        PHASES, `step_ms` (mean wall time from a step's launch to its commit; with two steps in
+        flight, from the commit before to its own).
     """
     decode = _decode_steps(requests, steps)
     lines: list[dict[str, Any]] = []

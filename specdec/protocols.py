@@ -155,9 +155,14 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class VerifyContext:
-    """The outcome of one verification, for drafters that learn from it."""
+    """The outcome of a step, for drafters that learn from it.
+
+    The drafts that were judged are still in `draft_tokens`; a place that ran prompt tokens
+    (`is_verify` 0) had none.
+    """
 
     idx_mapping: Tensor  # [R] int32
+    is_verify: Tensor  # [R] int32
     num_sampled: Tensor  # [R] int32
     num_rejected: Tensor  # [R] int32
 
@@ -173,21 +178,14 @@ class Drafter(Protocol):
         ...
 
     def bind(self, state: StateView, buffers: DraftBuffers) -> None:
-        """Receive the state and output tensors, once; their addresses never change."""
+        """Receive the state and output tensors, whose addresses never change.
+
+        Called a second time once the size of the KV cache is known: what comes then holds.
+        """
         ...
 
     def add_request(self, req_state_idx: int) -> None:
         """Forget what was kept for this row: it has a new owner."""
-        ...
-
-    def first_pass(self, ctx: DraftContext) -> None:
-        """Run over the step's own tokens, before `propose`; what it leaves lies in fixed buffers.
-
-        A drafter whose capabilities say `splits_first_pass` reads `positions`, `input_ids`,
-        `query_start_loc`, `seq_lens` and `hidden_states` here alone. A step that also runs prompt
-        tokens is ragged, so there this method runs eager, while `propose`, whose tensors have one
-        line a place, is a graph all the same (and is not given those fields).
-        """
         ...
 
     def propose(self, ctx: DraftContext) -> None:
@@ -200,6 +198,20 @@ class Drafter(Protocol):
 
     def state_bytes(self) -> int:
         """Return the bytes kept beside weights and the KV cache."""
+        ...
+
+
+class SplitDrafter(Drafter, Protocol):
+    """A drafter whose capabilities say `splits_first_pass`."""
+
+    def first_pass(self, ctx: DraftContext) -> None:
+        """Run over the step's own tokens, before `propose`; what it leaves lies in fixed buffers.
+
+        `positions`, `input_ids`, `query_start_loc`, `seq_lens` and `hidden_states` are read here
+        alone. A step that also runs prompt tokens is ragged, so there this method runs eager, while
+        `propose`, whose tensors have one line a place, is a graph all the same (and is not given
+        those fields).
+        """
         ...
 
 

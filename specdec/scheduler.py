@@ -19,8 +19,9 @@ from specdec.kv_cache import BlockAllocator
 from specdec.request import Request
 from specdec.running import UNLIMITED, RunningTable
 
-# Blocks handed out beyond what a step needs, while there are as many left for every other request.
-_BLOCKS_AHEAD = 8
+# Blocks that a growing request gets beyond what it needs, while nothing waits and half of all
+# blocks stay free: they are not given back before it ends.
+_BLOCKS_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +182,8 @@ class Scheduler:
         if spare < 0:
             return False
         ahead = 0
-        if spare >= _BLOCKS_AHEAD * len(self.running):
+        left = spare - _BLOCKS_AHEAD * len(columns)
+        if not self.waiting and left >= blocks.num_blocks // 2:
             ahead = _BLOCKS_AHEAD * blocks.block_size
         for column, end in zip(columns.tolist(), ends.tolist(), strict=True):
             grown = self._grow(self.running[column], end + ahead, column, output)
@@ -249,6 +251,13 @@ class Scheduler:
         self.blocks.free(request.block_ids)
         request.stats.num_preemptions += 1
         self.waiting.appendleft(request)
+
+    def preempt_all(self) -> list[Request]:
+        """Send every running request back to wait, first come first; returns them."""
+        running = list(self.running)
+        for request in reversed(running):
+            self._preempt(request)
+        return running
 
     def _leave(self, column: int) -> None:
         del self.running[column]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafters.ngram import NgramDrafter
-from runner.memory import padding_plan
+from runner.input_batch import padding_plan
 from sampler.sampler import Sampler
 from specdec import LLM, SamplingParams
 from specdec.errors import CapacityError, UnsupportedError

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_TOKENS = 40
 PROMPTS = random_prompts((5, 17, 40, 3, 9, 12, 33, 21))
+SIZES = {"device": "cuda", "max_model_len": 200, "graph_num_reqs": [1, 8]}
 MODES = {
     "batch 8": {},
     "one at a time": {"max_num_reqs": 1},
@@ -55,7 +56,7 @@ def test_greedy_text_on_gpu_equals_transformers_on_cpu(family: str) -> None:
     whole = [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
     for drafter in drafters(whole):
         for mode, options in MODES.items():
-            llm = LLM(target, drafter, "greedy", 4, device="cuda", max_model_len=200, **options)
+            llm = LLM(target, drafter, "greedy", 4, **SIZES, **options)
             outputs = llm.generate(PROMPTS, params)
             assert texts_of(outputs) == expected, (drafter, mode)
             if mode == "chunks and preemption":
@@ -69,28 +70,27 @@ def test_sampled_match_text_on_gpu_does_not_depend_on_drafter_or_batch() -> None
         SamplingParams(temperature=0.8, top_p=0.9, top_k=k, max_tokens=NUM_TOKENS, seed=i)
         for i, k in enumerate((0, 5, 0, 20, 0, 1, 0, 50))
     ]
-    options = {"device": "cuda", "max_model_len": 200}
-    expected = texts_of(LLM(target, "none", "sampled_match", **options).generate(PROMPTS, params))
+    plain = LLM(target, "none", "sampled_match", **SIZES, graph_scope="none")
+    expected = texts_of(plain.generate(PROMPTS, params))
     for drafter in drafters([])[:3]:
         for mode in MODES.values():
-            llm = LLM(target, drafter, "sampled_match", 4, **options, **mode)
+            llm = LLM(target, drafter, "sampled_match", 4, **SIZES, **mode)
             assert texts_of(llm.generate(PROMPTS, params)) == expected, (drafter, mode)
 
 
 def test_noise_gives_the_same_sampled_text_on_gpu_and_cpu() -> None:
     model = tiny_model("llama")
     params = [SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=i) for i in range(8)]
-    options = {"max_model_len": 200}
-    on_gpu = LLM(cuda_target(model), "none", "sampled_match", device="cuda", **options)
+    on_gpu = LLM(cuda_target(model), "none", "sampled_match", **SIZES)
     cpu_target = LoadedTarget("tiny", HFModel(copy.deepcopy(model)), None)
-    on_cpu = LLM(cpu_target, "none", "sampled_match", device="cpu", **options)
+    on_cpu = LLM(cpu_target, "none", "sampled_match", device="cpu", max_model_len=200)
     assert texts_of(on_gpu.generate(PROMPTS, params)) == texts_of(on_cpu.generate(PROMPTS, params))
 
 
 def test_rejection_on_gpu_keeps_every_draft_of_the_target_itself() -> None:
     target = cuda_target(tiny_model("llama"))
     drafter = {"name": "draft_model", "model": "target", "sampling": "gumbel"}
-    llm = LLM(target, drafter, "rejection", 4, device="cuda", max_model_len=200)
+    llm = LLM(target, drafter, "rejection", 4, **SIZES)
     params = [SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=i) for i in range(8)]
     outputs = llm.generate(PROMPTS, params)
     drafted = sum(out.stats.num_drafted for out in outputs)

@@ -58,7 +58,7 @@ def test_ring_reads_what_was_published_and_refuses_to_overrun(device: torch.devi
             assert getattr(output, name).tolist() == getattr(outcome, name)[:3].tolist()
     assert ring.num_in_flight == 0
     ring.begin_step()
-    ring.abandon_step()
+    ring.abandon_steps()
     assert ring.begin_step() == 3 % 2
 
 

@@ -109,7 +109,7 @@ def test_whole_batches_are_scheduled_as_one_by_one(
 
 
 def test_blocks_are_handed_out_ahead_only_while_there_are_plenty() -> None:
-    for num_blocks, held in ((100, 11), (11, 4)):
+    for num_blocks, held in ((100, 8), (11, 4)):
         scheduler = make_scheduler(num_blocks=num_blocks, block_size=4)
         request = make_request("a", prompt_len=12, max_tokens=32)
         scheduler.add(request)
