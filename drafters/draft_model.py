@@ -20,6 +20,7 @@ from runner.kv_cache import PagedKVCache
 from runner.loader import check_same_vocabulary, load_model, load_tokenizer
 from runner.models.hf import HFModel
 from runner.rows import scatter_rows
+from sampler.top_k_top_p import apply_top_k_top_p
 from specdec.errors import ConfigError
 from specdec.protocols import (
     DRAFT_KIND_ONE_HOT,
@@ -40,13 +41,20 @@ class DraftModelConfig(DrafterConfig):
 
     Args:
         model: name, hub id or folder of a causal model; "target" drafts with the target itself.
-        sampling: "argmax" proposes the likeliest token (a one-hot draft); "gumbel" samples at the
-            row's temperature and hands the verifier the distribution q.
+        sampling: "argmax" proposes the likeliest token (a one-hot draft); "gumbel" samples, and
+            hands the verifier the distribution q that it really drew from. Rows of temperature 0
+            get the likeliest token either way.
+        temperature: of "gumbel"; None takes the row's.
+        top_k: of "gumbel": draw among so many; 0 or -1 takes all.
+        top_p: of "gumbel": draw among the most probable tokens of this mass, in (0, 1].
     """
 
     name: str = "draft_model"
     model: str = ""
     sampling: Literal["argmax", "gumbel"] = "argmax"
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the choices."""
@@ -58,6 +66,22 @@ class DraftModelConfig(DrafterConfig):
             raise ConfigError(
                 f"drafter draft_model: sampling={self.sampling!r} is not allowed; "
                 f"give 'argmax' or 'gumbel'"
+            )
+        if self.temperature is not None and not 1e-5 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"drafter draft_model: temperature={self.temperature} is not allowed; give a "
+                f"number >= 1e-5, or none for the request's own (sampling='argmax' draws nothing)"
+            )
+        if not 0 < self.top_p <= 1 or self.top_k < -1:
+            raise ConfigError(
+                f"drafter draft_model: top_k={self.top_k} and top_p={self.top_p} are not allowed; "
+                f"give top_k >= -1 and top_p in (0, 1]"
+            )
+        own = self.temperature is not None or self.top_k > 0 or self.top_p < 1
+        if own and self.sampling == "argmax":
+            raise ConfigError(
+                "drafter draft_model: temperature, top_k and top_p have no effect with "
+                "sampling='argmax'; set sampling='gumbel' or leave them out"
             )
 
 
@@ -97,13 +121,19 @@ class DraftModelDrafter(DrafterBase):
         super().bind(state, buffers)
         if buffers.draft_logits is not None:
             buffers.draft_logits[..., self._vocab_size :] = float("-inf")
+        num_rows, device = len(state.total_len), state.total_len.device
+        config, limit = self.config, self._vocab_size
+        self._limits: tuple[Tensor, Tensor] | None = None  # top_k and top_p by row, all alike
+        if 0 < config.top_k < limit or config.top_p < 1:
+            top_k = min(config.top_k, limit) if config.top_k > 0 else limit
+            self._limits = (
+                torch.full((num_rows,), top_k, dtype=torch.int32, device=device),
+                torch.full((num_rows,), config.top_p, dtype=torch.float32, device=device),
+            )
         # [N, hidden], by place: what the first pass leaves for the first draft. Zeros, not empty:
         # a captured step reads more places than a smaller one has filled.
         self._hidden = torch.zeros(
-            len(state.total_len),
-            self.model.hidden_size,
-            dtype=self.model.dtype,
-            device=state.total_len.device,
+            num_rows, self.model.hidden_size, dtype=self.model.dtype, device=device
         )
 
     def first_pass(self, ctx: DraftContext) -> None:
@@ -129,8 +159,8 @@ class DraftModelDrafter(DrafterBase):
             scatter_rows(self.buffers.draft_kind, ctx.idx_mapping, kind.to(torch.int8))
 
     def state_bytes(self) -> int:
-        """Return the bytes of the hidden states that wait between the two calls."""
-        return self._hidden.numel() * self._hidden.element_size()
+        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
+        return self._hidden.nbytes + sum(limit.nbytes for limit in self._limits or ())
 
     @property
     def _kv(self) -> PagedKVCache:
@@ -146,7 +176,7 @@ class DraftModelDrafter(DrafterBase):
         return self.model.forward(input_ids, step.positions, step.attn_metadata)
 
     def _sample(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
-        """Draw draft `index` (from 0) of each place at the row's temperature, and store its q.
+        """Draw draft `index` (from 0) of each place, and store the law q that it is drawn from.
 
         Args:
             ctx: the step.
@@ -158,8 +188,12 @@ class DraftModelDrafter(DrafterBase):
         """
         assert self.buffers.draft_logits is not None
         rows = ctx.idx_mapping.long().clamp(min=0)
+        own = self.config.temperature
         temperature = ctx.temperature[rows][:, None]
-        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
+        divisor = torch.where(temperature > 0, temperature if own is None else own, 1.0)
+        scaled = logits.float() / divisor
+        if self._limits is not None:
+            apply_top_k_top_p(scaled, ctx.idx_mapping, ctx.temperature, *self._limits)
         table = self.buffers.draft_logits[:, index, : self._vocab_size]
         scatter_rows(table, ctx.idx_mapping, scaled)
         return ctx.noise.draw(scaled, ctx.idx_mapping, ctx.state.total_len[rows].long() + index)

@@ -84,7 +84,7 @@ def first_verdict(spec: ArmSpec, config: RunConfig, timed_dtype: str) -> tuple[V
     if spec.drafter.never_drafts:
         return Verdict(REFERENCE, timed_dtype), False
     if not verifier.lossless:
-        return Verdict(LOSSY, timed_dtype), False
+        return Verdict(LOSSY, timed_dtype, note=getattr(verifier, "note", "")), False
     if not verifier.text_equal and config.sampling.temperature > 0:
         return Verdict(IN_DISTRIBUTION, timed_dtype), False
     if not config.equality.enabled:

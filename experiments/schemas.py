@@ -338,6 +338,9 @@ def _check_pairings(config: RunConfig) -> None:
             config.engine.check(k)
         except ConfigError as error:
             raise ConfigError(f"engine.{error}") from error
+        check = getattr(verifier, "check", None)
+        if check is not None and k > 0:
+            check(k)
 
 
 def _load_compare(item: Any, index: int) -> CompareConfig:

@@ -4,12 +4,15 @@ The outcome goes to the next place of a ring, named by a step counter on the dev
 captured step publishes to another place every time it is replayed. No copy, no second stream: the
 host records one event behind the step, and waits for it when it needs the outcome, after it has
 enqueued the next step. A place is used again only after its outcome was read, which is asserted.
+
+Log-probabilities lie in a ring of their own, written and read only for the places that want them.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
 # pyright: reportArgumentType=false
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,8 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.dispatch import use_triton
+from specdec.types import MAX_LOGPROBS
 
 _NUM_COUNTS = 4
+NUM_ENTRIES = 1 + MAX_LOGPROBS  # of a token's log-probabilities: its own, then the largest
+
+
+@dataclass(frozen=True)
+class PromptTensor:
+    """Log-probabilities of a chunk of a prompt, readable with the outcome of its step."""
+
+    place: int
+    first: int  # index in the prompt of the first token they are for
+    records: Tensor  # [number of tokens, 3, NUM_ENTRIES] int32, pinned on a GPU
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,11 @@ class StepOutput:
     num_rejected: np.ndarray  # [R], -1 positions included
     num_judged: np.ndarray  # [R], valid drafts that this step judged
     num_drafts: np.ndarray  # [R], valid drafts proposed for the next step
+    # [P, W, 3, NUM_ENTRIES] int32: id, bits of the float32 log-probability, and rank of each of
+    # the sampled tokens of those places, and of the most likely tokens there.
+    logprobs: np.ndarray | None = None
+    logprob_places: np.ndarray | None = None  # [P], those that want some; None where none does
+    prompts: Sequence[PromptTensor] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +155,10 @@ class OutputRing:
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.depth = depth
         self._lines = self.tensor.numpy()
+        # [depth, max_num_reqs, max_width, 3, NUM_ENTRIES]: see StepOutput.
+        shape = (depth, max_num_reqs, max_width, 3, NUM_ENTRIES)
+        self.logprobs = torch.full(shape, -1, dtype=torch.int32, pin_memory=on_gpu)
+        self._logprob_lines = self.logprobs.numpy()
         self.events = [torch.cuda.Event() for _ in range(depth)] if on_gpu else []
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._num_enqueued = 0
@@ -169,12 +192,25 @@ class OutputRing:
         # It may have been counted on the device or not: wait for all, and look.
         self._num_enqueued = int(self.step)
 
-    def end_step(self, num_reqs: int, width: int) -> "AsyncOutput":
-        """Mark the end of the step in the stream and return a handle to its outcome."""
+    def end_step(
+        self,
+        num_reqs: int,
+        width: int,
+        logprob_places: np.ndarray | None = None,
+        prompts: Sequence[PromptTensor] = (),
+    ) -> "AsyncOutput":
+        """Mark the end of the step in the stream and return a handle to its outcome.
+
+        Args:
+            num_reqs: places that are read.
+            width: tokens of a place.
+            logprob_places: those whose log-probabilities are read, too.
+            prompts: what the step enqueued beside its outcome.
+        """
         step = self._num_enqueued
         if self.events:
             self.events[step % self.depth].record(self._current_stream())
-        return AsyncOutput(self, step, num_reqs, width)
+        return AsyncOutput(self, step, (num_reqs, width), logprob_places, prompts)
 
     def _current_stream(self) -> "torch.cuda.Stream":
         """Return the current stream: the one of the last step, asked for by its handle alone.
@@ -199,16 +235,35 @@ class OutputRing:
         counts = lines[:, :_NUM_COUNTS].T
         return StepOutput(lines[:, _NUM_COUNTS:], *counts)
 
+    def read_logprobs(self, step: int, places: np.ndarray, width: int) -> np.ndarray:
+        """Copy some places' log-probabilities out of the ring, for a step that was waited for."""
+        return self._logprob_lines[step % self.depth][places, :width]
+
 
 class AsyncOutput:
     """The outcome of an enqueued step; `wait` blocks on that step's event only."""
 
-    def __init__(self, ring: OutputRing, step: int, num_reqs: int, width: int) -> None:
-        self._ring, self._step, self._shape = ring, step, (num_reqs, width)
+    def __init__(
+        self,
+        ring: OutputRing,
+        step: int,
+        shape: tuple[int, int],
+        logprob_places: np.ndarray | None,
+        prompts: Sequence[PromptTensor],
+    ) -> None:
+        self._ring, self._step, self._shape = ring, step, shape
+        self._logprob_places, self._prompts = logprob_places, prompts
         self._output: StepOutput | None = None
 
     def wait(self) -> StepOutput:
         """Wait for the step and return its outcome."""
         if self._output is None:
-            self._output = self._ring.read(self._step, *self._shape)
+            output = self._ring.read(self._step, *self._shape)
+            places = self._logprob_places
+            if places is not None:
+                logprobs = self._ring.read_logprobs(self._step, places, self._shape[1])
+                output = replace(output, logprobs=logprobs, logprob_places=places)
+            if self._prompts:
+                output = replace(output, prompts=self._prompts)
+            self._output = output
         return self._output

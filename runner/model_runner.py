@@ -7,7 +7,7 @@ same functions on the very same shapes. What a step does is in `runner.step`.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.async_output import AsyncOutput, OutputRing, StepTensors
+from runner.async_output import AsyncOutput, OutputRing, PromptTensor, StepTensors
 from runner.buffers import StagedTables
 from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
 from runner.input_batch import InputBatch, InputBuffers, StepPlan, padding_plan
@@ -88,6 +88,7 @@ class ModelRunner:
         self.state = RequestState(
             max_reqs, config.max_model_len, max_num_blocks, k, device, config.token_table
         )
+        self._state_view = self.state.view()
         most_reqs = min(max_reqs, max(1, config.max_num_batched_tokens // (k + 1)))
         self.graphs = CUDAGraphManager(device, capture_sizes(config.graph_num_reqs, most_reqs))
         # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
@@ -305,10 +306,11 @@ class ModelRunner:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def add_request(self, new: NewRow, params: Any, seed: int) -> int:
+    def add_request(self, new: NewRow, params: Any, seed: int, sample_index: int = 0) -> int:
         """Give a request a row and tell sampler and drafter; returns the row."""
         row = self.state.add_request(new)
-        self.sampler.add_request(row, params, seed)
+        self.sampler.add_request(row, params, seed, sample_index, new)
+        self.sampler.logprobs.prompts.add_request(row, new)
         with torch.inference_mode(), self._on_device():
             self.drafter.add_request(row)
         return row
@@ -320,6 +322,7 @@ class ModelRunner:
     def remove_request(self, row: int) -> None:
         """Free a row."""
         self.state.remove_request(row)
+        self.sampler.logprobs.remove_request(row)
 
     def abandon_steps(self) -> None:
         """Forget every step in flight and free every row, because a step failed.
@@ -330,6 +333,7 @@ class ModelRunner:
         self.buffers.forget()
         self._last_dispatch = None
         self.state.remove_all()
+        self.sampler.logprobs.clear()
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -348,25 +352,31 @@ class ModelRunner:
         with torch.inference_mode(), self._on_device():
             ring_place = self.outputs.begin_step()
             timer = StepTimer(self.device.type == "cuda") if timed else None
-            width, num_tokens = self._execute(plan, ring_place, timer)
-            output = self.outputs.end_step(plan.num_reqs, width)
+            width, num_tokens, prompts = self._execute(plan, ring_place, timer)
+            places = self.sampler.logprobs.places(plan.rows_np)
+            output = self.outputs.end_step(plan.num_reqs, width, places, prompts)
         generations = self.state.generation_np[plan.rows_np]
         return StepHandle(plan, output, timer, generations, num_tokens)
 
-    def _execute(self, plan: StepPlan, ring_place: int, timer: StepTimer | None) -> tuple[int, int]:
+    def _execute(
+        self, plan: StepPlan, ring_place: int, timer: StepTimer | None
+    ) -> tuple[int, int, Sequence[PromptTensor]]:
         """Launch a step.
 
         Returns:
-            How many tokens a place of its outcome holds, and how many tokens the target ran.
+            How many tokens a place of its outcome holds, how many tokens the target ran, and what
+            its prompt tokens gave.
         """
         k = self.config.num_speculative_tokens
         num_places, uniform = self._dispatch(plan)
         # Padding of a uniform step runs tokens, that of a ragged one is there for `propose` alone.
         self.buffers.stage(plan, num_places or plan.num_reqs, k + 1 if uniform else 0)
         self._tables.apply(ring_place)
+        self.sampler.prepare_rows(self._state_view)
         if num_places is None or not uniform:
             batch = self.buffers.batch(plan)
-            return self._run_ragged(batch, plan, num_places, timer), batch.num_tokens
+            width, prompts = self._run_ragged(batch, plan, num_places, timer)
+            return width, batch.num_tokens, prompts
         batch = self._fixed_batch(num_places)
         key = GraphKey("step", num_places, k, k)
         if key in self.graphs:
@@ -375,7 +385,7 @@ class ModelRunner:
                 timer.end("step")
         else:
             self._run_fixed(batch, timer)
-        return k + 1, batch.num_tokens
+        return k + 1, batch.num_tokens, ()
 
     def _dispatch(self, plan: StepPlan) -> tuple[int | None, bool]:
         """Return the captured size that holds a step, if any, and whether the step is uniform."""
@@ -419,21 +429,22 @@ class ModelRunner:
 
     def _run_ragged(
         self, batch: InputBatch, plan: StepPlan, num_places: int | None, timer: StepTimer | None
-    ) -> int:
+    ) -> tuple[int, Sequence[PromptTensor]]:
         """Run a step whose places run unlike numbers of tokens, or more than any captured shape.
 
         Returns:
-            How many tokens a place of its outcome holds.
+            How many tokens a place of its outcome holds, and what its prompt tokens gave.
         """
         self.graphs.count_eager("target", self._why_ragged(plan, num_places))
         hidden, outcome = self._step.run_target(batch, timer)
+        prompts = self._step.take_prompt_logprobs(plan, hidden, timer)
         if self.config.num_speculative_tokens:
             propose = partial(self._propose_ragged, plan, num_places, outcome)
             self._step.run_drafter(batch, hidden, outcome, propose)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
-        return outcome.sampled_tokens.shape[1]
+        return outcome.sampled_tokens.shape[1], prompts
 
     def _propose_ragged(
         self, plan: StepPlan, num_places: int | None, outcome: StepTensors, ctx: DraftContext

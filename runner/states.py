@@ -23,6 +23,9 @@ class NewRow:
     prompt_len: int
     max_total_len: int  # prompt + max_tokens, at most max_model_len
     draft_budget: int  # drafts a step at most, 0 = speculation off
+    # Most likely tokens to name beside each of the prompt's; None = no log-probabilities of it.
+    num_prompt_logprobs: int | None = None
+    num_prompt_done: int = 1  # prompt tokens whose log-probabilities were delivered (first: none)
 
 
 class RequestState:
@@ -123,6 +126,10 @@ class RequestState:
         """Free every row."""
         for row in sorted(self._used_rows):
             self.remove_request(row)
+
+    def read_draft_tokens(self) -> np.ndarray:
+        """Wait for what was enqueued; return every row's drafts, [N, K] int64, -1 = none."""
+        return self.draft_tokens.cpu().numpy()
 
     @property
     def tables(self) -> list[StagedWriteTensor]:

@@ -9,20 +9,60 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from runner.async_output import OutputRing, StepTensors, publish_output
+from runner.async_output import OutputRing, PromptTensor, StepTensors, publish_output
 from runner.attention import AttentionMetadata
 from runner.buffers import StagedWriteTensor
-from runner.input_batch import InputBatch
+from runner.input_batch import InputBatch, StepPlan
 from runner.kv_cache import PagedKVCache
 from runner.models.hf import HFModel
 from runner.postprocess import clear_drafts, limit_drafts, post_update
 from runner.prepare import prepare_inputs
-from runner.states import RequestState
+from runner.states import NewRow, RequestState
 from runner.step_timer import StepTimer
-from specdec.protocols import DraftContext, Drafter, Noise, SplitDrafter, VerifyContext
+from specdec.protocols import (
+    DraftContext,
+    Drafter,
+    Noise,
+    SplitDrafter,
+    StateView,
+    VerifyContext,
+)
+
+
+class PromptLogprobsProtocol(Protocol):
+    """Log-probabilities of prompts, taken chunk by chunk."""
+
+    def add_request(self, row: int, new: NewRow) -> None: ...
+
+    def take(
+        self, plan: StepPlan, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    ) -> list[PromptTensor]: ...
+
+
+class LogprobsProtocol(Protocol):
+    """Which rows want log-probabilities; all but `write` is on the host alone."""
+
+    @property
+    def prompts(self) -> PromptLogprobsProtocol: ...
+
+    def remove_request(self, row: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def places(self, rows_np: np.ndarray) -> np.ndarray | None: ...
+
+    def write(
+        self,
+        raw: Tensor,
+        processed: Tensor,
+        batch: InputBatch,
+        outcome: StepTensors,
+        outputs: OutputRing,
+    ) -> None: ...
 
 
 class SamplerProtocol(Protocol):
@@ -34,9 +74,25 @@ class SamplerProtocol(Protocol):
     @property
     def tables(self) -> list[StagedWriteTensor]: ...
 
-    def add_request(self, row: int, params: Any, seed: int, sample_index: int = 0) -> None: ...
+    @property
+    def logprobs(self) -> LogprobsProtocol: ...
 
-    def noise(self) -> Noise: ...
+    def add_request(
+        self,
+        row: int,
+        params: Any,
+        seed: int,
+        sample_index: int = 0,
+        new: NewRow | None = None,
+    ) -> None: ...
+
+    def prepare_rows(self, state: StateView) -> None: ...
+
+    def commit(
+        self, batch: InputBatch, state: StateView, sampled_tokens: Tensor, num_sampled: Tensor
+    ) -> None: ...
+
+    def noise(self, total_len: Tensor | None = None) -> Noise: ...
 
     def sample(
         self, logits: Tensor, batch: InputBatch, state: RequestState, draft_logits: Tensor | None
@@ -70,7 +126,7 @@ class Step:
         self.state, self.kv, self.outputs = state, kv, outputs
         self._draft_logits = draft_logits
         self._state_view = state.view()
-        self._noise = sampler.noise()
+        self._noise = sampler.noise(state.total_len.tensor)
 
     def run_target(
         self, batch: InputBatch, timer: StepTimer | None = None
@@ -114,8 +170,25 @@ class Step:
         post_update(
             batch, self.state, outcome.sampled_tokens, outcome.num_sampled, outcome.num_rejected
         )
+        self.sampler.commit(batch, self._state_view, outcome.sampled_tokens, outcome.num_sampled)
+        self.sampler.logprobs.write(logits, sampled.processed_logits, batch, outcome, self.outputs)
         _mark(timer, "verify")
         return hidden, outcome
+
+    def take_prompt_logprobs(
+        self, plan: StepPlan, hidden: Tensor, timer: StepTimer | None = None
+    ) -> list[PromptTensor]:
+        """Enqueue the log-probabilities of a step's prompt tokens, where they are wanted.
+
+        Args:
+            plan: the step, which is never a graph.
+            hidden: [T, hidden_size] of its tokens.
+            timer: marked where there were any.
+        """
+        taken = self.sampler.logprobs.prompts.take(plan, hidden, self.target.compute_logits)
+        if taken:
+            _mark(timer, "verify")
+        return taken
 
     def run_drafter(
         self,

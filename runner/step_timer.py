@@ -51,7 +51,9 @@ class StepTimer:
 
         On a GPU call it after the step has run.
         """
-        spans = dict(zip(self._names, self._spans_ms(), strict=True))
+        spans = dict.fromkeys(self._names, 0.0)
+        for name, span in zip(self._names, self._spans_ms(), strict=True):
+            spans[name] += span
         return {phase: spans.get(phase, float("nan")) for phase in PHASES}
 
     def total_ms(self) -> float:

@@ -5,6 +5,10 @@ added), `position` the place in the request's text of the token that is drawn, `
 target's vocabulary. Each use has its own stream, so draft noise, acceptance tests and residual
 draws never share a number.
 
+A rule that judges a draft by those behind it needs noise that is fresh in every step, although
+steps overlap in positions: `mix_epoch` makes a seed of a row's seed and its length when a step
+began.
+
 A 64-bit key is mixed from (seed, position, stream) by three rounds of a Feistel-like permutation,
 then each token id is hashed with it by two murmur3 finalisers. The 32 bits h give
 
@@ -26,6 +30,7 @@ STREAM_RESIDUAL = 3
 
 GUMBEL_MAX = 22.88  # -log(2^-33) = 22.873..., rounded up
 _U_MAX = 1.0 - 2.0**-24  # largest float32 below 1
+_EPOCH_FACTOR = 0xC2B2AE3D
 _ROUND_KEYS = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834, 0x1082276B, 0xF3A27251)
 
 
@@ -41,6 +46,15 @@ def mix_seed(seed: int, sample_index: int) -> int:
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     value ^= value >> 31
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def mix_epoch(seeds: Tensor, epochs: Tensor) -> Tensor:
+    """Return the int64 noise seed of each pair of an int64 seed and an integer epoch."""
+    a = (seeds & 0xFFFFFFFF).to(torch.int32) ^ (epochs.to(torch.int32) * _i32(_EPOCH_FACTOR))
+    b = (seeds >> 32).to(torch.int32)
+    b = b ^ _fmix32(a + _i32(_ROUND_KEYS[0]))
+    a = a + _fmix32(b ^ _i32(_ROUND_KEYS[1]))
+    return (b.to(torch.int64) << 32) | (a.to(torch.int64) & 0xFFFFFFFF)
 
 
 def _fmix32(h: Tensor) -> Tensor:
@@ -84,6 +98,17 @@ def _fmix32_device(h):
     h = h ^ (h >> 13)
     h = h * 0xC2B2AE35
     return h ^ (h >> 16)
+
+
+@triton.jit
+def mix_epoch_device(seed, epoch):
+    """Device twin of `mix_epoch` for int64 seeds."""
+    a = (seed & 0xFFFFFFFF).to(tl.uint32)
+    a = a ^ (epoch.to(tl.uint32) * tl.full((), 0xC2B2AE3D, tl.uint32))
+    b = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    b = b ^ _fmix32_device(a + 0x9E3779B9)
+    a = a + _fmix32_device(b ^ 0x7F4A7C15)
+    return (b.to(tl.int64) << 32) | a.to(tl.int64)
 
 
 @triton.jit

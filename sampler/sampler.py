@@ -1,10 +1,13 @@
 """The sampler: process the target's logits, then let the verifier judge drafts and draw tokens.
 
-Order: temperature -> top-k -> top-p -> verify. State is read by row through `expanded_idx_mapping`,
+Order: logits processors (`sampler.processors.chain`) -> temperature -> min-p -> top-k -> top-p ->
+verify. Greedy lines go through what can change an argmax: the processors before the temperature.
+State is read by row through `expanded_idx_mapping`,
 so a request may own any number of logits lines. On a GPU nothing is decided on the host by what the
 rows hold, so a captured step and an eager one run the same kernels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +16,15 @@ from torch import Tensor
 from runner.buffers import StagedWriteTensor
 from runner.dispatch import use_triton
 from runner.input_batch import InputBatch
-from runner.states import RequestState
-from sampler.gumbel import gumbel_sample
-from sampler.lines import gather_line_drafts
-from sampler.noise import STREAM_DRAFT, noise_gumbel, noise_key, noise_uniform
+from runner.states import NewRow, RequestState
+from sampler.draft_noise import draft_noise
+from sampler.lines import LineDrafts, gather_line_drafts
+from sampler.logprob_rows import Logprobs
+from sampler.processors.chain import ProcessorChain
 from sampler.states import SamplingState
-from sampler.temperature import scale_logits
+from sampler.temperature import scale_deferred, scale_logits
 from sampler.top_k_top_p import apply_top_k_top_p
-from specdec.protocols import Noise, Verifier, VerifyInputs
+from specdec.protocols import LogitsContext, Noise, StateView, Verifier, VerifyInputs
 from specdec.types import SamplingParams
 
 
@@ -31,6 +35,7 @@ class SamplerOutput:
     sampled_tokens: Tensor  # [R, W] int64, -1 after num_sampled
     num_sampled: Tensor  # [R] int32
     num_drafts: Tensor  # [R] int32, valid drafts that were judged
+    processed_logits: Tensor  # [L, V] float, that tokens were drawn from
 
 
 def process_logits(logits: Tensor, idx_mapping: Tensor, state: SamplingState) -> Tensor:
@@ -56,46 +61,81 @@ class Sampler:
         max_num_reqs: N.
         vocab_size: V.
         device: where logits and rows live.
+        logprobs_mode: which logits log-probabilities are taken from, see `sampler.logprob_rows`.
+        processors: what changes logits before they are verified, beside temperature, top-k and
+            top-p; None = nothing.
     """
 
     def __init__(
-        self, verifier: Verifier, max_num_reqs: int, vocab_size: int, device: torch.device
+        self,
+        verifier: Verifier,
+        max_num_reqs: int,
+        vocab_size: int,
+        device: torch.device,
+        logprobs_mode: str = "raw",
+        processors: ProcessorChain | None = None,
     ) -> None:
         self.verifier = verifier
         self.state = SamplingState(max_num_reqs, vocab_size, device)
+        self.logprobs = Logprobs(max_num_reqs, device, logprobs_mode)
+        self.processors = processors or ProcessorChain([], max_num_reqs, vocab_size, device)
 
     @property
     def tables(self) -> list[StagedWriteTensor]:
         """Return what `add_request` stages writes to; whoever runs the step applies them."""
-        return self.state.tables
+        return [*self.state.tables, *self.logprobs.tables, *self.processors.tables]
 
     @property
     def temperature(self) -> Tensor:
         """Return [N] float32, for drafters."""
         return self.state.temperature
 
+    def check_request(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        """Refuse parameters that cannot be honoured.
+
+        Raises:
+            ConfigError, UnsupportedError: one sentence.
+        """
+        self.processors.check_request(params, prompt_token_ids)
+
     def add_request(
-        self, row: int, params: SamplingParams, seed: int, sample_index: int = 0
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        sample_index: int = 0,
+        new: NewRow | None = None,
     ) -> None:
         """Stage a row's parameters."""
         self.state.add_request(row, params, seed, sample_index)
+        self.logprobs.add_request(row, params)
+        self.processors.add_request(row, params, new)
 
-    def noise(self) -> Noise:
-        """Return the drafters' noise: their own stream, keyed by the row's seed."""
-        temperature, seeds = self.state.temperature, self.state.seeds
+    def prepare_rows(self, state: StateView) -> None:
+        """Build what new rows need of their tokens; their staged writes were applied."""
+        self.processors.prepare_rows(state)
 
-        def gumbel(rows: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-            key = noise_key(seeds[rows.long()], positions, STREAM_DRAFT)
-            return noise_gumbel((key[0][:, None], key[1][:, None]), token_ids.int())
+    def commit(
+        self, batch: InputBatch, state: StateView, sampled_tokens: Tensor, num_sampled: Tensor
+    ) -> None:
+        """Take in what a step committed.
 
-        def uniform(rows: Tensor, positions: Tensor) -> Tensor:
-            key = noise_key(seeds[rows.long()], positions, STREAM_DRAFT)
-            return noise_uniform(key, torch.full_like(key[0], -1))  # -1 is no token's id
+        Args:
+            batch: the step.
+            state: the rows, already advanced.
+            sampled_tokens: [R, W] int64.
+            num_sampled: [R] int32, committed tokens of each place.
+        """
+        self.processors.commit(batch, state, sampled_tokens, num_sampled)
 
-        def draw(logits: Tensor, idx_mapping: Tensor, positions: Tensor) -> Tensor:
-            return gumbel_sample(logits, idx_mapping, positions, temperature, seeds, STREAM_DRAFT)
+    def noise(self, total_len: Tensor | None = None) -> Noise:
+        """Return the drafters' noise, keyed by the row's seed.
 
-        return Noise(gumbel=gumbel, uniform=uniform, draw=draw)
+        Args:
+            total_len: [N] int32, lengths of the rows, which some verifiers' noise has to know.
+        """
+        state = self.state
+        return draft_noise(self.verifier, state.temperature, state.seeds, total_len)
 
     def sample(
         self,
@@ -115,9 +155,10 @@ class Sampler:
         lines = batch.expanded_idx_mapping
         all_greedy = self._knows_all_greedy(logits, lines)
         drafts = gather_line_drafts(batch, state)
+        processed = self._process(logits, batch, state, drafts, all_greedy)
         verified = self.verifier.verify(
             VerifyInputs(
-                logits=logits if all_greedy else process_logits(logits, lines, self.state),
+                logits=processed,
                 all_greedy=all_greedy,
                 draft_tokens=drafts.draft_tokens,
                 draft_kind=drafts.draft_kind,
@@ -131,7 +172,52 @@ class Sampler:
                 seeds=self.state.seeds,
             )
         )
-        return SamplerOutput(verified.sampled_tokens, verified.num_sampled, drafts.num_drafts)
+        return SamplerOutput(
+            verified.sampled_tokens, verified.num_sampled, drafts.num_drafts, processed
+        )
+
+    def _process(
+        self,
+        logits: Tensor,
+        batch: InputBatch,
+        state: RequestState,
+        drafts: LineDrafts,
+        all_greedy: bool,
+    ) -> Tensor:
+        """Return what tokens are drawn from: the raw logits themselves where nothing changes them.
+
+        Args:
+            logits: [L, V] any float dtype, raw; not changed.
+            batch: the step.
+            state: rows with the drafts that the step verifies.
+            drafts: where the lines draw.
+            all_greedy: no line has a temperature.
+        """
+        lines, rows = batch.expanded_idx_mapping, self.state
+        early, late = self.processors.active(logits, batch)
+        if all_greedy and not early:
+            return logits
+        if not early and not late:
+            return process_logits(logits, lines, rows)
+        ctx = LogitsContext(
+            state=state.view(),
+            expanded_idx_mapping=lines,
+            expanded_local_pos=batch.expanded_local_pos,
+            draft_tokens=state.draft_tokens,
+            draw_positions=drafts.draw_positions,
+        )
+        deferred = self.processors.deferred.tensor if early else None
+        processed = scale_logits(logits, lines, rows.temperature, deferred)
+        for processor in early:
+            processor.apply(processed, ctx)
+        if all_greedy:
+            return processed
+        if deferred is not None:
+            scale_deferred(processed, lines, rows.temperature, deferred)
+        for processor in late:
+            processor.apply(processed, ctx)
+        apply_top_k_top_p(processed, lines, rows.temperature, rows.top_k, rows.top_p)
+        return processed
 
     def _knows_all_greedy(self, logits: Tensor, lines: Tensor) -> bool:
         """Return whether the host knows, without a wait, that every line is greedy."""

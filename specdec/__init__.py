@@ -11,8 +11,13 @@ from specdec import _layout  # noqa: F401 - refuses a foreign runner, drafters o
 if TYPE_CHECKING:
     from specdec.api import LLM
     from specdec.engine import Engine
-    from specdec.protocols import Drafter, DrafterCapabilities, Verifier
-    from specdec.registry import register_drafter, register_verifier
+    from specdec.grammar import StructuredOutputsParams
+    from specdec.protocols import Drafter, DrafterCapabilities, LogitsProcessor, Verifier
+    from specdec.registry import (
+        register_drafter,
+        register_logits_processor,
+        register_verifier,
+    )
     from specdec.types import RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
@@ -22,11 +27,14 @@ _PUBLIC = {
     "Engine": "specdec.engine",
     "Drafter": "specdec.protocols",
     "DrafterCapabilities": "specdec.protocols",
+    "LogitsProcessor": "specdec.protocols",
     "Verifier": "specdec.protocols",
     "register_drafter": "specdec.registry",
+    "register_logits_processor": "specdec.registry",
     "register_verifier": "specdec.registry",
     "RequestOutput": "specdec.types",
     "SamplingParams": "specdec.types",
+    "StructuredOutputsParams": "specdec.grammar",
 }
 
 __all__ = [
@@ -34,10 +42,13 @@ __all__ = [
     "Drafter",
     "DrafterCapabilities",
     "Engine",
+    "LogitsProcessor",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Verifier",
     "register_drafter",
+    "register_logits_processor",
     "register_verifier",
 ]
 

@@ -10,8 +10,8 @@ from specdec.protocols import Drafter, Verifier
 from specdec.types import SamplingParams
 
 
-def check_pairing(drafter: Drafter, verifier: Verifier) -> None:
-    """Check that the verifier can judge the drafter's drafts.
+def check_pairing(drafter: Drafter, verifier: Verifier, num_speculative_tokens: int) -> None:
+    """Check that the verifier can judge the drafter's drafts, so many a step.
 
     Raises:
         ConfigError: it cannot.
@@ -23,6 +23,9 @@ def check_pairing(drafter: Drafter, verifier: Verifier) -> None:
             f"{sorted(verifier.draft_kinds)}, the drafter gives {sorted(kinds)}; "
             f"choose another verifier or drafter"
         )
+    check = getattr(verifier, "check", None)
+    if check is not None and num_speculative_tokens > 0:
+        check(num_speculative_tokens)
 
 
 def check_placement(
@@ -60,7 +63,6 @@ def check_params(
     """
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params={params!r} is not allowed; give SamplingParams")
-    params.check_supported()
     if verifier.greedy_only and params.temperature > 0:
         raise ConfigError(
             f"verifier {verifier.name!r} takes temperature 0 only, got "

@@ -37,6 +37,12 @@ class EngineConfig:
             and max_num_reqs. A step is padded to the next of them; a larger one runs eager.
         token_table: "device", or "pinned": the token ids of all rows stay in pinned host memory and
             kernels read them in place (refused where the drafter scans them by torch operations).
+        logprobs_mode: "raw" takes log-probabilities from the target's own logits, "processed" from
+            those that tokens are drawn from; prompts' are always raw.
+        logits_processors: plug-ins that change logits, in their order behind our own: names, or
+            mappings with a key "name".
+        penalties: keep what repetition, frequency and presence penalties need, a count for each
+            row and token; without it they are refused.
     """
 
     device: str = "auto"
@@ -51,6 +57,9 @@ class EngineConfig:
     graph_scope: str = "auto"
     graph_num_reqs: list[int] | None = None
     token_table: str = "device"
+    logprobs_mode: str = "raw"
+    logits_processors: list[Any] = dataclasses.field(default_factory=list)
+    penalties: bool = True
 
     def check(self, num_speculative_tokens: int) -> None:
         """Check every range, and that a step can hold one verification.
@@ -72,6 +81,7 @@ class EngineConfig:
         for name, allowed in (
             ("graph_scope", ("auto", "step", "draft", "none")),
             ("token_table", ("device", "pinned")),
+            ("logprobs_mode", ("raw", "processed")),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -128,6 +138,8 @@ def _type_hints(cls: type) -> dict[str, Any]:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value has a type, a list its entries' too; a Literal is its owner's."""
+    if hint is Any:
+        return True
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
     kind = get_origin(hint) or hint

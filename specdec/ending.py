@@ -28,10 +28,14 @@ class Detokenizer:
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=True)`; None gives empty text.
         stop_strings: strings that end the text; the first to appear cuts it.
+        min_tokens: a stop string that is complete by then is let be.
     """
 
-    def __init__(self, tokenizer: Any | None, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any | None, stop_strings: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
+        self._min_tokens = min_tokens
         self._stop_strings = tuple(stop_strings)
         self._hold = max((len(s) for s in stop_strings), default=1) - 1
         # Of the text, without a stop token or EOS. Without stop strings they may be appended here.
@@ -56,9 +60,12 @@ class Detokenizer:
         self.token_ids.append(token_id)
         if not self._stop_strings:
             return False
-        start = max(0, len(self._text) - self._hold)
+        before = len(self._text)
         self._measure(len(self.token_ids))
-        found = [(self._text.find(s, start), s) for s in self._stop_strings]
+        if len(self.token_ids) <= self._min_tokens:
+            return False
+        # Whatever ended before this token was looked at then.
+        found = [(self._text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop_strings]
         found = [(at, s) for at, s in found if at >= 0]
         if not found:
             return False

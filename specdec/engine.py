@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from runner.async_output import StepOutput
 from runner.input_batch import StepPlan
 from runner.loader import (
     LoadedTarget,
@@ -26,32 +27,27 @@ from runner.loader import (
 )
 from runner.model_runner import ModelRunner, RunnerConfig, StepHandle
 from runner.states import NewRow
+from sampler.processors.builtin import make_processors
+from sampler.processors.chain import ProcessorChain
+from sampler.processors.grammar import GrammarMasks
 from sampler.sampler import Sampler
-from specdec.checks import check_pairing, check_params, check_placement
+from specdec.admission import Admission
+from specdec.checks import check_pairing, check_placement
 from specdec.config import EngineConfig, from_mapping
-from specdec.ending import Detokenizer, Trimmed, trim
+from specdec.delivery import Delivery
+from specdec.ending import Trimmed
 from specdec.errors import ConfigError
-from specdec.intake import Prompt, PromptReader
+from specdec.grammar_steps import GrammarSteps
+from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
-from specdec.outcomes import (
-    Outcomes,
-    count_outcome,
-    fold_outcomes,
-    judged,
-    new_outcomes,
-    trace_lines,
-)
+from specdec.outcomes import Outcomes, append_logprobs, append_prompt_logprobs, trace_lines
+from specdec.protocols import ProcessorSetup
 from specdec.registry import build_config
 from specdec.request import Request
+from specdec.samples import RequestGroup
 from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerOutput
 from specdec.trace import StepTrace
-from specdec.types import (
-    CompletionOutput,
-    FinishReason,
-    Increment,
-    RequestOutput,
-    SamplingParams,
-)
+from specdec.types import Increment, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +100,9 @@ class Engine:
         self.config = config
         drafter_entry, drafter_config = build_config("drafter", drafter)
         verifier_entry, verifier_config = build_config("verifier", verifier)
+        self._processors = [
+            build_config("logits_processor", spec) for spec in config.logits_processors
+        ]
         if not isinstance(num_speculative_tokens, int) or num_speculative_tokens < 0:
             raise ConfigError(
                 f"num_speculative_tokens={num_speculative_tokens!r} is not allowed; "
@@ -114,7 +113,7 @@ class Engine:
         config.check(self.num_speculative_tokens)
         self.drafter = drafter_entry.cls(drafter_config)
         self.verifier = verifier_entry.cls(verifier_config)
-        check_pairing(self.drafter, self.verifier)
+        check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
@@ -149,7 +148,7 @@ class Engine:
         self._bound_step = _COARSE_BOUND if uniform_verify else 1
         self.runner = self._make_runner(max_num_reqs, target)
         # Again: a drafter may know what it offers only once it is loaded.
-        check_pairing(self.drafter, self.verifier)
+        check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_reqs,
@@ -160,13 +159,19 @@ class Engine:
             BlockAllocator(self.runner.num_kv_blocks, config.block_size),
         )
         self._drafts_known = self.max_steps_in_flight == 1
-        self._reader = PromptReader(target.tokenizer, model.vocab_size, config.max_model_len)
-        self._eos_token_ids = eos_token_ids(model, target.tokenizer)
-        self._requests: dict[str, Request] = {}
+        self._admission = Admission(target, self.verifier, config, self.num_speculative_tokens)
+        eos_token_ids = self._admission.eos_token_ids
+        self._delivery = Delivery(self.num_speculative_tokens, eos_token_ids)
+        self._grammars = GrammarSteps(
+            self._admission.grammars,
+            self.runner.state,
+            next(p for p in self._sampler.processors.processors if isinstance(p, GrammarMasks)),
+            self.num_speculative_tokens,
+        )
+        self._groups: dict[str, RequestGroup] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._planned: ScheduledStep | None = None  # what the plan at hand was made for
         self._pending: list[Increment] = []
-        self._arrivals = itertools.count()
         self._steps = itertools.count()
         self._last_read = 0.0
 
@@ -185,8 +190,26 @@ class Engine:
             max_steps_in_flight=self.max_steps_in_flight,
             token_table=config.token_table,
         )
-        sampler = Sampler(self.verifier, max_num_reqs, model.vocab_size, model.device)
-        return ModelRunner(model, sampler, self.drafter, runner_config, target.tokenizer)
+        bind = getattr(self.verifier, "bind", None)
+        if bind is not None:
+            bind(self.num_speculative_tokens, model.device)
+        sizes = max_num_reqs, model.vocab_size
+        k = self.num_speculative_tokens
+        setup = ProcessorSetup(*sizes, config.max_model_len, k, model.device)
+        self._sampler = Sampler(
+            self.verifier,
+            *sizes,
+            model.device,
+            config.logprobs_mode,
+            ProcessorChain(
+                make_processors(setup, self._processors, config.penalties),
+                *sizes,
+                model.device,
+                target.tokenizer,
+                eos_token_ids(model, target.tokenizer),
+            ),
+        )
+        return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -210,41 +233,15 @@ class Engine:
             UnsupportedError: a sampling parameter that does not work yet.
             CapacityError: the KV cache could not hold it even alone.
         """
-        params = check_params(
-            SamplingParams() if params is None else params,
-            self.verifier,
-            self.num_speculative_tokens,
-            self.tokenizer is not None,
-        )
-        if request_id in self._requests:
+        if request_id in self._groups:
             raise ConfigError(f"request id {request_id!r} is already running; give another")
-        budget = params.num_speculative_tokens
-        text, token_ids = self._reader.read(prompt)
-        arrival = next(self._arrivals)
-        request = Request(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            # Unseeded requests get a seed from the engine's own and their arrival: recorded.
-            seed=params.seed if params.seed is not None else self.config.seed * 1_000_003 + arrival,
-            max_total_len=min(len(token_ids) + params.max_tokens, self.config.max_model_len),
-            draft_budget=min(
-                self.num_speculative_tokens,
-                self.num_speculative_tokens if budget is None else budget,
-            ),
-            label=label,
-            token_ids=list(token_ids),
-            detokenizer=Detokenizer(self.tokenizer, params.stop_strings),
-            end_token_ids=frozenset(params.stop_token_ids or ()).union(
-                () if params.ignore_eos else self._eos_token_ids
-            ),
-        )
-        request.outcomes = new_outcomes(self.num_speculative_tokens)
-        request.stats.drafted_per_position = [0] * self.num_speculative_tokens
-        request.stats.accepted_per_position = [0] * self.num_speculative_tokens
-        self.scheduler.add(request)
-        self._requests[request_id] = request
+        group = self._admission.build(request_id, prompt, params, label)
+        first = group.samples[0]
+        self._sampler.check_request(first.params, first.token_ids)
+        for request in group.samples:  # all of one size: if any is refused, the first one is
+            self.scheduler.add(request)
+            self._grammars.add(request)
+        self._groups[request_id] = group
 
     def abort(self, request_id: str) -> None:
         """End a request; its increment with finish_reason "abort" comes with the next step.
@@ -252,8 +249,7 @@ class Engine:
         Raises:
             ConfigError: no unfinished request has that id.
         """
-        increment = self.discard(request_id)
-        self._pending.append(increment)
+        self._pending += self._end(request_id)
 
     def discard(self, request_id: str) -> Increment:
         """End a request at once; its last increment is returned here and comes with no step.
@@ -261,13 +257,19 @@ class Engine:
         Raises:
             ConfigError: no unfinished request has that id.
         """
-        request = self._requests.get(request_id)
-        if request is None:
+        return self._end(request_id)[-1]
+
+    def _end(self, request_id: str) -> list[Increment]:
+        """End every sample of a request that goes on; the last increment holds its output."""
+        group = self._groups.get(request_id)
+        if group is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
         # A step that failed may have left increments that were not handed out.
         self._pending = [i for i in self._pending if i.request_id != request_id]
-        start = len(request.detokenizer.token_ids)
-        return self._finish(request, start, Trimmed([], "abort"))
+        return [
+            self._finish(request, len(request.detokenizer.token_ids), Trimmed([], "abort"))
+            for request in group.unfinished
+        ]
 
     def put_back(self, increments: list[Increment]) -> None:
         """Keep increments that were not for the caller of a step; they come with the next one."""
@@ -276,7 +278,7 @@ class Engine:
     @property
     def unfinished_ids(self) -> set[str]:
         """Return the ids of the requests that wait or run."""
-        return set(self._requests)
+        return set(self._groups)
 
     @property
     def has_requests(self) -> bool:
@@ -289,16 +291,23 @@ class Engine:
         """Enqueue one step, read one outcome, and return what it added to which request."""
         increments, self._pending = self._pending, []
         try:
+            if self._in_flight and self._grammars.need_outcomes:
+                self.runner.graphs.launches["waits for a grammar"] += 1
+                self._read_down_to(0, increments)
             drained = not self._enqueue()
-            while self._in_flight and (drained or len(self._in_flight) >= self.max_steps_in_flight):
-                # An interrupt nearly always comes while waiting: the step must still be there then.
-                self._in_flight[0].handle.output.wait()
-                increments += self._read(self._in_flight.popleft())
+            self._read_down_to(0 if drained else self.max_steps_in_flight - 1, increments)
         except BaseException:
             self._pending = increments
             self._start_over()
             raise
         return increments
+
+    def _read_down_to(self, num_in_flight: int, increments: list[Increment]) -> None:
+        """Read outcomes, the oldest first, until so many are left; adds to `increments`."""
+        while len(self._in_flight) > num_in_flight:
+            # An interrupt nearly always comes while waiting: the step must still be there then.
+            self._in_flight[0].handle.output.wait()
+            increments += self._read(self._in_flight.popleft())
 
     def _enqueue(self) -> bool:
         """Schedule and enqueue a step; returns whether more may be enqueued before one is read."""
@@ -309,6 +318,7 @@ class Engine:
         scheduled = schedule.step
         if scheduled is not None:
             plan = self._prepare(scheduled, schedule)
+            self._grammars.stage(scheduled)
             handle = self.runner.execute_model(plan, timed=self.trace is not None)
             self._in_flight.append(_InFlight(handle, scheduled, next(self._steps), started))
         return scheduled is not None and not schedule.must_drain
@@ -337,9 +347,15 @@ class Engine:
                 request.num_prompt_tokens,
                 request.max_total_len,
                 request.draft_budget,
+                None if request.prompt_logprobs is None else request.params.prompt_logprobs,
+                len(request.prompt_logprobs or ()),
             )
-            request.row = self.runner.add_request(new, request.params, request.seed)
+            request.row = self.runner.add_request(
+                new, request.params, request.seed, request.sample_index
+            )
             request.generation = int(self.runner.state.generation_np[request.row])
+            if request.grammar is not None:
+                request.grammar.restart(request.output_token_ids)
         for request, start, block_ids in schedule.new_blocks:
             assert request.row is not None
             self.runner.add_blocks(request.row, start, block_ids)
@@ -390,7 +406,9 @@ class Engine:
         outcomes = Outcomes(
             requests, verifies, tokens.tolist(), num_sampled.tolist(), num_judged.tolist()
         )
-        increments = self._append(outcomes, must_trim.tolist())
+        increments = self._delivery.append(outcomes, must_trim.tolist(), self._finish)
+        if output.logprobs is not None or output.prompts:
+            self._read_logprobs(output, scheduled.requests, set(requests), increments)
         if self.trace is not None and flight.handle.timer is not None:
             num_tokens = scheduled.num_tokens if places is None else scheduled.num_tokens[places]
             lines = trace_lines(flight.step, num_tokens.tolist(), outcomes, increments)
@@ -399,71 +417,49 @@ class Engine:
             self._trace_step(flight, sum(len(i.new_token_ids) for i in increments))
         return increments
 
-    def _append(self, outcomes: Outcomes, must_trim: list[bool]) -> list[Increment]:
-        """Append what a step sampled; an increment for each request that got tokens."""
-        increments: list[Increment] = []
-        width = self.num_speculative_tokens + 1
-        for request, verifies, run, num_sampled, num_judged, trims in zip(
-            *outcomes, must_trim, strict=True
-        ):
-            if num_sampled == 0:
-                continue
-            del run[num_sampled:]
-            # Nothing else ends a text: of any other run `trim` would keep all.
-            if trims or not request.end_token_ids.isdisjoint(run):
-                increments.append(self._trim(request, verifies, run, num_judged))
-                continue
-            detokenizer = request.detokenizer
-            start = len(detokenizer.token_ids)
-            detokenizer.token_ids += run
-            request.token_ids += run
-            if verifies:
-                request.outcomes[num_sampled * width + num_judged] += 1
-            increments.append(Increment(request.request_id, run, detokenizer, start))
-        return increments
-
-    def _trim(self, request: Request, verifies: bool, run: list[int], num_judged: int) -> Increment:
-        """Append a run that may hold the end of its text."""
-        detokenizer, params = request.detokenizer, request.params
-        start = len(detokenizer.token_ids)
-        room = request.max_total_len - len(request.token_ids)
-        trimmed = trim(run, room, params, self._eos_token_ids, detokenizer)
-        kept = trimmed.token_ids
-        request.token_ids += kept
-        if verifies:
-            num_judged, num_accepted = judged(
-                len(run), num_judged, len(kept), trimmed.finish_reason
-            )
-            count_outcome(request.stats, len(kept), num_judged, num_accepted)
-        if trimmed.finish_reason is not None:
-            return self._finish(request, start, trimmed)
-        return Increment(request.request_id, kept, detokenizer, start)
+    def _read_logprobs(
+        self,
+        output: StepOutput,
+        requests: list[Request],
+        owners: set[Request],
+        increments: list[Increment],
+    ) -> None:
+        """Give the log-probabilities of a step to those of its requests that own their rows."""
+        for prompt in output.prompts:
+            if requests[prompt.place] in owners:
+                request = requests[prompt.place]
+                append_prompt_logprobs(prompt.records.numpy(), prompt.first, request)
+        if output.logprobs is not None:
+            assert output.logprob_places is not None
+            wanting = [requests[place] for place in output.logprob_places.tolist()]
+            owned = [i for i, request in enumerate(wanting) if request in owners]
+            records = output.logprobs[owned]
+            append_logprobs(records, [wanting[i] for i in owned], increments)
 
     def _finish(self, request: Request, start: int, trimmed: Trimmed) -> Increment:
-        """Free what a request holds and build its output; `start`: new tokens before this step."""
+        """Free what a sample holds; the last one brings the output.
+
+        Args:
+            request: the sample.
+            start: its new tokens before this step.
+            trimmed: what this step added, and why it ended.
+        """
         self.scheduler.remove(request)
+        self._grammars.remove(request)
         self._release(request)
-        del self._requests[request.request_id]
-        request.detokenizer.finish()
-        fold_outcomes(request.outcomes, request.stats)
-        reason: FinishReason | None = trimmed.finish_reason
-        completion = CompletionOutput(
-            index=0,
-            text=request.detokenizer.text,
-            token_ids=request.output_token_ids,
-            finish_reason=reason,
-            stop_reason=trimmed.stop_reason,
-        )
-        result = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            stats=request.stats,
-            seed=request.seed,
-        )
+        name = request.request_id
+        group = self._groups[name]
+        output = group.end_sample(request, trimmed)
+        if output is not None:
+            del self._groups[name]
         return Increment(
-            request.request_id, trimmed.token_ids, request.detokenizer, start, reason, result
+            name,
+            trimmed.token_ids,
+            request.detokenizer,
+            start,
+            request.sample_index,
+            trimmed.finish_reason,
+            output,
         )
 
     def _release(self, request: Request) -> None:

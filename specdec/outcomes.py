@@ -8,8 +8,10 @@ waits until it ends: num_accepted = min(num_sampled - 1, num_judged).
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specdec.request import Request
-from specdec.types import FinishReason, Increment, RequestStats
+from specdec.types import FinishReason, Increment, Logprob, RequestStats, TokenLogprobs
 
 
 class Outcomes(NamedTuple):
@@ -87,3 +89,66 @@ def trace_lines(
             num_kept,
             reason or "",
         )
+
+
+def append_logprobs(
+    records: np.ndarray, requests: Sequence[Request], increments: Sequence[Increment]
+) -> None:
+    """Give requests the log-probabilities of the tokens that they kept of a step.
+
+    Args:
+        records: [P, W, 3, entries] int32, see `to_logprobs`; what lies behind the kept tokens of a
+            request means nothing.
+        requests: P, those that asked for some, their tokens appended.
+        increments: of the step; they are given theirs, too.
+    """
+    wanted = [request.params.logprobs or 0 for request in requests]
+    planes = _planes(records, max(wanted, default=0))
+    kept: dict[tuple[str, int], list[TokenLogprobs]] = {}
+    for request, num_logprobs, *lines in zip(requests, wanted, *planes, strict=True):
+        logprobs = request.logprobs
+        assert logprobs is not None
+        num_new = len(request.token_ids) - request.num_prompt_tokens - len(logprobs)
+        new = to_logprobs([plane[:num_new] for plane in lines], num_logprobs)
+        logprobs += new
+        kept[request.request_id, request.sample_index] = new
+    for increment in increments:
+        increment.logprobs = kept.get((increment.request_id, increment.sample_index))
+
+
+def append_prompt_logprobs(records: np.ndarray, first: int, request: Request) -> None:
+    """Give a request those of a piece of its prompt.
+
+    Args:
+        records: [tokens, 3, entries] int32, see `to_logprobs`.
+        first: index in the prompt of the first of them.
+        request: that asked for them.
+    """
+    logprobs, num_logprobs = request.prompt_logprobs, request.params.prompt_logprobs
+    assert logprobs is not None
+    assert num_logprobs is not None
+    assert len(logprobs) == first, f"{len(logprobs)} tokens came before, not {first}"
+    logprobs += to_logprobs(_planes(records, num_logprobs), num_logprobs)
+
+
+def _planes(records: np.ndarray, num_logprobs: int) -> list[list[Any]]:
+    """Return ids, log-probabilities and ranks [..., entries] of records, as lists."""
+    records = records[..., : num_logprobs + 1]
+    values = records[..., 1, :].copy().view(np.float32)
+    return [plane.tolist() for plane in (records[..., 0, :], values, records[..., 2, :])]
+
+
+def to_logprobs(planes: Sequence[list[list[Any]]], num_logprobs: int) -> list[TokenLogprobs]:
+    """Return what records say, one a token.
+
+    Args:
+        planes: ids (-1 = nothing here), log-probabilities and ranks, [tokens][entries]; the token
+            itself comes first.
+        num_logprobs: most likely tokens that were asked for.
+    """
+    num_entries, found = num_logprobs + 1, []
+    for ids, values, ranks in zip(*planes, strict=True):
+        if -1 in ids:  # more was asked for than the vocabulary has
+            num_entries = min(num_entries, ids.index(-1))
+        found.append(dict(zip(ids[:num_entries], map(Logprob, values, ranks), strict=False)))
+    return found

@@ -5,13 +5,15 @@ the step, T = tokens in the step, L = logits lines in the step. A *row* is a row
 tensors, a *place* a position in the step's batch, a *slot* a place in the KV cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from specdec.types import SamplingParams
 
 API_VERSION = 1
 
@@ -216,15 +218,110 @@ class SplitDrafter(Drafter, Protocol):
 
 
 @dataclass(frozen=True)
-class VerifyInputs:
-    """Everything a verifier needs for one step; logits are processed (temperature, top-k, top-p).
+class ProcessorSetup:
+    """What a logits processor allocates its tables for."""
 
-    Lines of greedy rows keep their raw logits. Line i of a request judges its draft i; the last
-    line of a request judges none. No method may read a tensor on the host: verification is part of
-    the captured step.
+    max_num_reqs: int  # N
+    vocab_size: int  # V
+    max_model_len: int
+    num_speculative_tokens: int  # K
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """A request as a logits processor sees it on the host, when it asks for or takes a row."""
+
+    token_ids: Sequence[int]  # the prompt, and after a preemption what was committed since
+    prompt_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    tokenizer: Any | None
+
+
+@dataclass(frozen=True)
+class LogitsContext:
+    """The lines of a step, before they are verified.
+
+    Line i of a row comes after the row's committed tokens and its drafts 0..i-1: whatever depends
+    on the text so far has to read these drafts from `draft_tokens[row, :i]`.
     """
 
-    logits: Tensor  # [L, V] float32; the target's own dtype where all_greedy
+    state: StateView
+    expanded_idx_mapping: Tensor  # [L] int32: line -> row, -1 in padding
+    expanded_local_pos: Tensor  # [L] int32: i, the drafts before the line
+    draft_tokens: Tensor  # [N, K] int64: drafts that this step verifies, -1 = none
+    draw_positions: Tensor  # [L] int64: place in the text of the token that the line draws
+
+
+@dataclass(frozen=True)
+class CommitContext:
+    """What a step committed, for processors that keep something of the text."""
+
+    state: StateView  # already advanced
+    idx_mapping: Tensor  # [R] int32, place -> row, -1 in padding
+    sampled_tokens: Tensor  # [R, W] int64
+    num_sampled: Tensor  # [R] int32: of these so many were committed
+
+
+@runtime_checkable
+class LogitsProcessor(Protocol):
+    """Changes logits before they are verified; see `sampler/processors/base.py` for defaults.
+
+    `apply` and `commit` are captured in CUDA graphs: fixed addresses, no host reads, no shapes that
+    depend on data. State lies in rows that the host changes by staged writes alone. Lines of
+    padding, and lines whose row does not use the processor, are left as they are.
+    """
+
+    @property
+    def tables(self) -> Sequence[Any]:
+        """Return the `StagedWriteTensor`s that `add_request` stages writes to."""
+        ...
+
+    @property
+    def after_temperature(self) -> bool:
+        """Return whether it sees logits that were divided by it; then greedy lines stay."""
+        ...
+
+    def check_request(self, params: SamplingParams, context: RequestContext) -> None:
+        """Refuse a request that cannot be honoured, before it is queued.
+
+        Raises:
+            ConfigError: one sentence.
+        """
+        ...
+
+    def add_request(self, row: int, params: SamplingParams, context: RequestContext) -> bool | None:
+        """Stage what a row's new owner needs, and forget what was there.
+
+        Returns:
+            False where the request does not use the processor; then `apply` need not see its lines.
+        """
+        ...
+
+    def prepare_rows(self, rows: Tensor, state: StateView) -> None:
+        """Build what new rows, [M] int32, need of their tokens, before their first step."""
+        ...
+
+    def apply(self, logits: Tensor, ctx: LogitsContext) -> None:
+        """Change logits, [L, V] float32, in place."""
+        ...
+
+    def commit(self, ctx: CommitContext) -> None:
+        """See what the step committed."""
+        ...
+
+
+@dataclass(frozen=True)
+class VerifyInputs:
+    """Everything a verifier needs for one step; logits went through the whole pipeline.
+
+    Lines of greedy rows are not divided by a temperature, nor truncated. Line i of a request judges
+    its draft i; the last line of a request judges none. No method may read a tensor on the host:
+    verification is part of the captured step.
+    """
+
+    logits: Tensor  # [L, V] float32; where all_greedy it may be the target's own dtype
     all_greedy: bool  # a hint: True where the host knows that every row has temperature 0
     draft_tokens: Tensor  # [L] int64: the draft that this line judges, -1 = none
     draft_kind: Tensor  # [L] int8
@@ -261,7 +358,12 @@ class VerifyOutputs:
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Decides how many drafts of a row are kept and draws the token after them."""
+    """Decides how many drafts of a row are kept and draws the token after them.
+
+    `sampler/verify/base.py` has defaults for what a rule may declare besides: `noise_epoch` (noise
+    of drafters is fresh in every step), `draft_stream` (their noise stream), `note` (shown beside
+    the verdict of a lossy rule), `check` (refuses a number of drafts) and `bind` (makes tensors).
+    """
 
     name: str
     draft_kinds: frozenset[int]  # which draft kinds it can judge

@@ -30,9 +30,18 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "greedy": "sampler.verify.greedy",
         "rejection": "sampler.verify.rejection",
         "sampled_match": "sampler.verify.sampled_match",
+        "block": "sampler.verify.block",
+        "coupled": "sampler.verify.coupled",
+        "typical": "sampler.verify.typical",
+        "synthetic": "sampler.verify.synthetic",
     },
+    "logits_processor": {},
 }
-_ENTRY_POINT_GROUPS = {"drafter": "specdec.drafters", "verifier": "specdec.verifiers"}
+_ENTRY_POINT_GROUPS = {
+    "drafter": "specdec.drafters",
+    "verifier": "specdec.verifiers",
+    "logits_processor": "specdec.logits_processors",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class PluginEntry:
     config_cls: type
 
 
-_registered: dict[str, dict[str, PluginEntry]] = {"drafter": {}, "verifier": {}}
+_registered: dict[str, dict[str, PluginEntry]] = {kind: {} for kind in _BUILTIN}
 
 
 def register_drafter(name: str, config_cls: type, api_version: int = 1) -> Callable[[T], T]:
@@ -65,6 +74,16 @@ def register_drafter(name: str, config_cls: type, api_version: int = 1) -> Calla
 def register_verifier(name: str, config_cls: type, api_version: int = 1) -> Callable[[T], T]:
     """Register a verifier class under a name, as `register_drafter` does for drafters."""
     return _register("verifier", name, config_cls, api_version)
+
+
+def register_logits_processor(
+    name: str, config_cls: type, api_version: int = 1
+) -> Callable[[T], T]:
+    """Register a logits processor class under a name, as `register_drafter` does for drafters.
+
+    It is built from an instance of `config_cls` and a `specdec.protocols.ProcessorSetup`.
+    """
+    return _register("logits_processor", name, config_cls, api_version)
 
 
 def _register(kind: str, name: str, config_cls: type, api_version: int) -> Callable[[T], T]:
@@ -111,7 +130,7 @@ def resolve(kind: str, name: str) -> PluginEntry:
         names = known_names(kind)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
+        raise ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names) or 'none'}")
     return entry
 
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.ending import Detokenizer
-from specdec.types import RequestStats, SamplingParams
+from specdec.grammar import Grammar
+from specdec.types import RequestStats, SamplingParams, TokenLogprobs
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request from `add_request` to its end.
+    """One sample of a user's request, from `add_request` to its end.
 
     What a running request has computed is in the scheduler's table; the truth is in the state's
     row.
@@ -22,17 +23,30 @@ class Request:
     seed: int
     max_total_len: int
     draft_budget: int  # drafts a step at most
+    sample_index: int = 0  # of the user's request; keys the noise beside the seed
     label: Any = None  # the caller's own mark, carried into traces (a category, say)
     token_ids: list[int] = field(default_factory=list)  # prompt and committed tokens
     stats: RequestStats = field(default_factory=RequestStats)
     detokenizer: Detokenizer = field(default_factory=lambda: Detokenizer(None))
     end_token_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end this text
     outcomes: list[int] = field(default_factory=list)  # see specdec.outcomes
+    grammar: Grammar | None = None  # that the text follows, and how far it has come
+
+    # One a new token, and one a prompt token; None where they are not asked for.
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     # Set while the request holds a row; reset by preemption.
     row: int | None = None
     generation: int = 0
     block_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin the lists of log-probabilities; samples share those of the first one's prompt."""
+        if self.params.logprobs is not None:
+            self.logprobs = []
+        if self.params.prompt_logprobs is not None and self.sample_index == 0:
+            self.prompt_logprobs = [None]
 
     @property
     def num_prompt_tokens(self) -> int:

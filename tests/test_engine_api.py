@@ -163,7 +163,7 @@ def test_aborted_row_passes_to_the_next_request_clean(num_steps: int, steps_in_f
     engine.add_request("c", third, GREEDY)
     for _ in range(num_steps):
         engine.step()
-    row = engine._requests["a"].row
+    row = engine._groups["a"].samples[0].row
     engine.abort("a")
     # The same name again, for another prompt: outcomes in flight belong to the old owner.
     engine.add_request("a", third, GREEDY)
@@ -173,7 +173,7 @@ def test_aborted_row_passes_to_the_next_request_clean(num_steps: int, steps_in_f
     assert (aborted.request_id, aborted.finish_reason) == ("a", "abort")
     assert continuation(tuple(first))[: len(aborted.token_ids)] == aborted.token_ids
     if num_steps > 0:
-        assert engine._requests["c"].row == row
+        assert engine._groups["c"].samples[0].row == row
     outputs = drive(engine)
     for name, prompt in (("a", third), ("b", second), ("c", third)):
         assert outputs[name].token_ids == continuation(tuple(prompt))

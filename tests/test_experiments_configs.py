@@ -31,6 +31,7 @@ PRESETS = ("experiment", "debug")
 NEEDED = {
     "drafter=plugin": ["drafter.name=ngram"],
     "verifier=plugin": ["verifier.name=greedy"],
+    "verifier=synthetic": ["verifier.mean_length=2"],
     "prompts=file": ["prompts.path=questions.jsonl"],
 }
 
@@ -83,7 +84,8 @@ def test_every_group_has_its_default_options() -> None:
     assert set(options(GROUPS + PRESETS)) >= {
         *("target=smollm2", "target=llama31-8b", "target=qwen3-8b"),
         *("drafter=none", "drafter=ngram", "drafter=oracle", "drafter=draft_model"),
-        *("verifier=greedy", "verifier=rejection", "verifier=sampled_match"),
+        *("verifier=greedy", "verifier=rejection", "verifier=sampled_match", "verifier=block"),
+        *("verifier=coupled", "verifier=typical", "verifier=synthetic"),
         *("sampling=greedy", "sampling=temp08", "prompts=builtin", "prompts=file"),
         *("tracker=wandb", "tracker=csv", "tracker=none"),
         *("experiment=demo", "debug=default"),

@@ -233,7 +233,7 @@ def test_preempted_requests_resume_with_the_same_text(drafter: str, depth: int) 
     engine = make_engine(drafter, depth)
     for prompt in (4, 5, 4, 5):
         params = SamplingParams(temperature=0, max_tokens=MAX_NEW)
-        engine.add_request(f"{len(engine._requests)}:{prompt}", toy().prompts[prompt], params)
+        engine.add_request(f"{len(engine._groups)}:{prompt}", toy().prompts[prompt], params)
     finished = run_all(engine)
     num_preemptions = 0
     for name, increment in finished.items():

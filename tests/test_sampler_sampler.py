@@ -130,7 +130,7 @@ def test_a_step_of_padding_alone_takes_the_dearest_path() -> None:
 def test_tables_hold_every_parameter_of_a_row() -> None:
     sampler = make_sampler(GreedyVerifier(GreedyConfig()), PARAMS, CPU)
     state = sampler.state
-    assert [table.tensor for table in sampler.tables] == [
+    assert [table.tensor for table in state.tables] == [
         state.temperature,
         state.top_k,
         state.top_p,

@@ -41,6 +41,8 @@ class Judgement:
     # [2, L] float32, log of the sum of exp(logits): of the target where a line judges a draft, and
     # of the draft where that has a q; else 0.
     lse: Tensor
+    # [L] float32, what the target's law is weighed with in the residual; None = 1.
+    weight: Tensor | None = None
 
 
 @triton.jit
@@ -168,17 +170,17 @@ def _judge_drafts_kernel(
     tl.store(lse_ptr + num_lines + line, draft_lse)
 
 
-def judge_drafts(inputs: VerifyInputs) -> Judgement:
-    """Decide for each line by itself whether its draft is kept."""
-    logits, drafts, q = inputs.logits, inputs.draft_tokens, inputs.draft_logits
-    if not use_triton(logits):
-        return judge_drafts_ref(inputs)
+def block_statistics(inputs: VerifyInputs) -> tuple[Tensor, Tensor]:
+    """Launch the statistics of the blocks of every line that judges a draft.
+
+    Returns:
+        block_stats [4, L, num_blocks] float32 and block_arg [L, num_blocks] int32, see the kernel.
+    """
+    logits, drafts = inputs.logits, inputs.draft_tokens
     num_lines, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     block_stats = logits.new_empty(4, num_lines, num_blocks, dtype=torch.float32)
     block_arg = drafts.new_empty(num_lines, num_blocks, dtype=torch.int32)
-    accepted = drafts.new_empty(num_lines, dtype=torch.bool)
-    lse = logits.new_empty(2, num_lines, dtype=torch.float32)
     _block_statistics_kernel[(num_lines, num_blocks)](
         logits,
         logits.stride(0),
@@ -192,9 +194,22 @@ def judge_drafts(inputs: VerifyInputs) -> Judgement:
         num_lines * num_blocks,
         num_blocks,
         vocab_size,
-        HAS_Q=q is not None,
+        HAS_Q=inputs.draft_logits is not None,
         BLOCK_SIZE=BLOCK_SIZE,
     )
+    return block_stats, block_arg
+
+
+def judge_drafts(inputs: VerifyInputs) -> Judgement:
+    """Decide for each line by itself whether its draft is kept."""
+    logits, drafts, q = inputs.logits, inputs.draft_tokens, inputs.draft_logits
+    if not use_triton(logits):
+        return judge_drafts_ref(inputs)
+    num_lines = len(drafts)
+    block_stats, block_arg = block_statistics(inputs)
+    num_blocks = block_arg.shape[1]
+    accepted = drafts.new_empty(num_lines, dtype=torch.bool)
+    lse = logits.new_empty(2, num_lines, dtype=torch.float32)
     _judge_drafts_kernel[(num_lines,)](
         logits,
         logits.stride(0),
@@ -230,8 +245,11 @@ def draft_logits_arguments(inputs: VerifyInputs) -> tuple[Tensor, int, int]:
     return q, q.stride(0), q.stride(1)
 
 
-def judge_drafts_ref(inputs: VerifyInputs) -> Judgement:
-    """Torch twin of `judge_drafts`."""
+def draft_probabilities_ref(inputs: VerifyInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what target and draft give each line's draft, [L] float32 each, and `Judgement.lse`.
+
+    Where a line judges no draft the target's is anything.
+    """
     logits, drafts = inputs.logits, inputs.draft_tokens
     rows = inputs.expanded_idx_mapping.long().clamp(min=0)
     has_draft, safe = drafts >= 0, drafts.clamp(min=0)
@@ -245,7 +263,15 @@ def judge_drafts_ref(inputs: VerifyInputs) -> Judgement:
         q = inputs.draft_logits[rows[lines], inputs.expanded_local_pos[lines].long()].float()
         lse[1, lines] = q.logsumexp(1)
         draft_prob[lines] = (q.gather(1, drafts[lines, None]).squeeze(1) - lse[1, lines]).exp()
+    return target_prob, draft_prob, lse
+
+
+def judge_drafts_ref(inputs: VerifyInputs) -> Judgement:
+    """Torch twin of `judge_drafts`."""
+    drafts = inputs.draft_tokens
+    rows = inputs.expanded_idx_mapping.long().clamp(min=0)
+    target_prob, draft_prob, lse = draft_probabilities_ref(inputs)
     key = noise_key(inputs.seeds[rows], inputs.draw_positions, STREAM_ACCEPT)
-    kept = noise_uniform(key, safe.int()) * draft_prob < target_prob
-    kept = torch.where(inputs.temperature[rows] > 0, kept, logits.argmax(1) == drafts)
-    return Judgement(has_draft & kept, lse)
+    kept = noise_uniform(key, drafts.clamp(min=0).int()) * draft_prob < target_prob
+    kept = torch.where(inputs.temperature[rows] > 0, kept, inputs.logits.argmax(1) == drafts)
+    return Judgement((drafts >= 0) & kept, lse)

@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sampler.noise import STREAM_RESIDUAL
+from sampler.verify.base import VerifierBase
 from sampler.verify.chain import assemble_run, match_draws
 from sampler.verify.config import VerifierConfig
 from sampler.verify.judge import Judgement, judge_drafts
 from sampler.verify.residual import draw_next_tokens
-from specdec.protocols import (
-    DRAFT_KIND_NONE,
-    DRAFT_KIND_ONE_HOT,
-    DRAFT_KIND_WITH_Q,
-    VerifyInputs,
-    VerifyOutputs,
-)
+from specdec.protocols import VerifyInputs, VerifyOutputs
 from specdec.registry import register_verifier
 
 
@@ -35,18 +30,13 @@ class RejectionConfig(VerifierConfig):
 
 
 @register_verifier("rejection", RejectionConfig)
-class RejectionVerifier:
+class RejectionVerifier(VerifierBase):
     """The target's law at any temperature; acceptance 1 - TV(p, q)."""
 
     name = "rejection"
-    draft_kinds = frozenset({DRAFT_KIND_NONE, DRAFT_KIND_ONE_HOT, DRAFT_KIND_WITH_Q})
     lossless = True
     text_equal = False
-    greedy_only = False
     residual_stream = STREAM_RESIDUAL
-
-    def __init__(self, config: RejectionConfig) -> None:
-        self.config = config
 
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Accept a prefix of the drafts and draw the token after it."""

@@ -1,10 +1,11 @@
-"""Draw the token after the accepted drafts, as rejection sampling does.
+"""Draw the token after the accepted drafts, as rejection sampling and block verification do.
 
-    after a rejection:       a draw of max(p - q, 0);    p without d where draft d is one-hot
+    after a rejection:       a draw of max(w p - q, 0);    p without d where draft d is one-hot
     after the last draft:    a draw of p
 
-with p and q the softmax of target and draft logits, by Gumbel-max; only each place's stop line
-draws. Greedy rows and padding take the argmax.
+with w the weight of the judgement (1 in rejection sampling), p and q the softmax of target and
+draft logits, by Gumbel-max; only each place's stop line draws. Greedy rows and padding take the
+argmax.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
@@ -40,6 +41,7 @@ def _residual_blocks_kernel(
     cu_num_logits_ptr,  # [R + 1] int32
     accepted_ptr,  # [L] int8
     lse_ptr,  # [2, L] float32: target, draft
+    weight_ptr,  # [L] float32
     block_max_ptr,  # [2, R, num_blocks] float32, out: of the residual, then of the target
     block_arg_ptr,  # [2, R, num_blocks] int32, out
     num_lines,
@@ -49,6 +51,7 @@ def _residual_blocks_kernel(
     STREAM: tl.constexpr,
     RESIDUAL_STREAM: tl.constexpr,
     HAS_Q: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -80,6 +83,8 @@ def _residual_blocks_kernel(
                     q_ptr += column * draft_logits_column_stride
                     q = tl.load(q_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
                     rest = tl.exp(target - tl.load(lse_ptr + line))
+                    if HAS_WEIGHT:
+                        rest *= tl.load(weight_ptr + line)
                     rest -= tl.exp(q - tl.load(lse_ptr + num_lines + line))
                     positive = tl.where(rest > 0, rest, 1.0)
                     residual = tl.where(rest > 0, tl.log(positive), float("-inf"))
@@ -165,6 +170,7 @@ def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream
         inputs.cu_num_logits,
         accepted,
         judgement.lse,
+        judgement.lse if judgement.weight is None else judgement.weight,
         block_max,
         block_arg,
         num_lines,
@@ -174,6 +180,7 @@ def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream
         STREAM=STREAM_TARGET,
         RESIDUAL_STREAM=residual_stream,
         HAS_Q=q is not None,
+        HAS_WEIGHT=judgement.weight is not None,
         WIDTH=width,
         BLOCK_SIZE=BLOCK_SIZE,
     )
@@ -209,7 +216,10 @@ def draw_next_tokens_ref(
         column = inputs.expanded_local_pos[lines[with_q]].long()
         q = inputs.draft_logits[safe_rows[with_q], column].float()
         target_lse, draft_lse = judgement.lse[:, lines[with_q], None]
-        difference = (logits[with_q] - target_lse).exp() - (q - draft_lse).exp()
+        target_prob = (logits[with_q] - target_lse).exp()
+        if judgement.weight is not None:
+            target_prob *= judgement.weight[lines[with_q], None]
+        difference = target_prob - (q - draft_lse).exp()
         residual[with_q] = difference.clamp(min=0).log()
     # Rounding can leave nothing of a residual whose mass is below the dtype's: p is then q up to
     # that rounding, and the draw falls back to p.

@@ -6,15 +6,10 @@ autoregressive one for any seed, temperature and drafter (in float32; see docs/v
 
 from dataclasses import dataclass
 
+from sampler.verify.base import VerifierBase
 from sampler.verify.chain import match_draws
 from sampler.verify.config import VerifierConfig
-from specdec.protocols import (
-    DRAFT_KIND_NONE,
-    DRAFT_KIND_ONE_HOT,
-    DRAFT_KIND_WITH_Q,
-    VerifyInputs,
-    VerifyOutputs,
-)
+from specdec.protocols import VerifyInputs, VerifyOutputs
 from specdec.registry import register_verifier
 
 
@@ -26,17 +21,12 @@ class SampledMatchConfig(VerifierConfig):
 
 
 @register_verifier("sampled_match", SampledMatchConfig)
-class SampledMatchVerifier:
+class SampledMatchVerifier(VerifierBase):
     """Text of the autoregressive arm at any temperature."""
 
     name = "sampled_match"
-    draft_kinds = frozenset({DRAFT_KIND_NONE, DRAFT_KIND_ONE_HOT, DRAFT_KIND_WITH_Q})
     lossless = True
     text_equal = True
-    greedy_only = False
-
-    def __init__(self, config: SampledMatchConfig) -> None:
-        self.config = config
 
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Accept drafts while they equal the target's sample, then emit the sample."""
