@@ -176,7 +176,7 @@ def _unpack(archive: Path, folder: Path) -> None:
     fresh = folder.with_suffix(".new")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        with tarfile.open(archive) as tar:
+        with tarfile.open(archive, "r:gz") as tar:
             tar.extractall(fresh, filter="data")
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise InstallError(

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "transformers", "triton")
 # A path that starts at the root, at home or above the current folder: at the start of an argument,
 # or of a value or a list's entry in it. Not the "//" of an address.
-_OUTSIDE = re.compile(r"(?<![^=\[,{(:'\"\s])(?:/(?!/)|~|\.\.?/)(?:\\.|[^,\]})'\"\s\\])*")
+_OUTSIDE = re.compile(r"(?<![^=\[,{(:'\"\s])(?:~\w*|\.\.?)?/(?!/)(?:\\.|[^,\]})'\"\s\\])*")
 
 
 def collect_provenance(

@@ -149,7 +149,8 @@ class CUDAGraphManager:
         """Log what was captured, its memory and its time."""
         parts = Counter(key.part for key in self._captured)
         logger.info(
-            "captured %s for %s requests: %.1f MiB, %.1f s",
+            "%s %s for %s requests: %.1f MiB, %.1f s",
+            "captured" if self._on_gpu else "fixed shapes, no graphs on a CPU:",
             ", ".join(f"{n} {part}" for part, n in parts.items()) or "nothing",
             self.sizes,
             self.cost.num_bytes / 2**20,

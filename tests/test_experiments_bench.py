@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from experiments import bench
+from experiments import bench, bench_attention, bench_generate, bench_step
 from experiments.bench import BENCHES, Bench, bench_questions, load_bench, plain, register_benches
 from experiments.bench_generate import GenerateBenchConfig, summarise_generate_bench
 from experiments.bench_step import StepBenchConfig
@@ -25,7 +25,11 @@ from experiments.bench_tables import (
     step_tables,
 )
 from experiments.cli import CONF_DIR, VERSION_BASE
-from specdec.errors import ConfigError
+from experiments.provenance import shown_command, shown_path
+from runner.loader import LoadedTarget
+from runner.models.hf import HFModel
+from specdec.errors import CapacityError, ConfigError
+from tests.models import byte_tokenizer, tiny_model, tiny_target
 
 
 def bench_rows() -> pd.DataFrame:
@@ -75,6 +79,16 @@ def test_same_ids_of_two_files_stay_apart(tmp_path: Path) -> None:
     assert [q.category for q in questions] == ["one", "two"]
 
 
+def test_two_files_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="holds 2 files of the name 'question'"):
+        bench_questions(["mt_bench/question.jsonl", "humaneval/question.jsonl"], per_category=4)
+
+
+def test_an_interval_draws_every_prompt_of_an_arm() -> None:
+    rows = bench_rows().assign(question_id="a/1")  # ids that two files share
+    assert summarise_generate_bench(rows, num_resamples=50)["num_prompts"].tolist() == [2, 2, 2]
+
+
 def test_no_file_takes_the_projects_questions() -> None:
     assert len(bench_questions([], per_category=2)) == 12
 
@@ -82,6 +96,78 @@ def test_no_file_takes_the_projects_questions() -> None:
 def test_count_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"bench\.max_tokens=0"):
         GenerateBenchConfig(max_tokens=0)
+
+
+def test_steps_that_no_request_can_hold_are_refused() -> None:
+    assert StepBenchConfig().max_model_len == 2048
+    assert StepBenchConfig(num_steps=300).max_model_len == 3792  # 128 + 730 * 5, in whole blocks
+    with pytest.raises(ConfigError, match=r"bench\.num_steps=900.*of at most 8192"):
+        StepBenchConfig(num_steps=900)
+    with pytest.raises(ConfigError, match=r"bench\.prompt_len=8000"):
+        StepBenchConfig(prompt_len=8000)
+
+
+def test_questions_that_are_all_too_long_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tiny_model("llama", vocab_size=len(byte_tokenizer())), byte_tokenizer())
+    monkeypatch.setattr(bench_generate, "load_target", lambda *_: target)
+    config = GenerateBenchConfig(max_model_len=50, dtype="float32", device="cpu")
+    with pytest.raises(CapacityError, match=r"none of the 12 questions fits .*max_model_len=50"):
+        bench_generate.run_generate_bench(config, bench_questions([], per_category=2))
+
+
+@pytest.mark.parametrize("module", [bench_attention, bench_step])
+def test_a_bench_without_hydra_ends_with_a_sentence_where_there_is_no_gpu(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(tmp_path / "out.json")])
+    assert module.main() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: bench=")
+    assert said.count("\n") == 1
+    assert "GPU" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "part"), [(["--shapes", "8c"], "'8c'"), (["--batches", "0"], ">= 1")]
+)
+def test_the_attention_bench_checks_its_command_line_as_its_configuration(
+    options: list[str],
+    part: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options])
+    assert bench_attention.main() == 1
+    assert part in capsys.readouterr().err
+
+
+def test_the_fixed_step_that_is_timed_is_prepared() -> None:
+    with torch.inference_mode():
+        batch, state, tables = bench_step.uniform_batch(torch.device("cpu"), num_reqs=4, k=2)
+        bench_step.prepare_inputs(batch, state, 16, torch.zeros(1, dtype=torch.int32))
+        tables.apply(0)
+    assert sorted(batch.idx_mapping.tolist()) == [0, 1, 2, 3]
+    assert batch.query_start_loc.tolist() == [0, 3, 6, 9, 12]
+    assert (batch.slot_mapping >= 0).all()
+
+
+def test_a_step_loop_is_timed_and_no_request_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("vocab_size", 64), ("hidden_size", 36), ("intermediate_size", 32)):
+        monkeypatch.setitem(bench_step.TARGET_SHAPE, name, value)
+    device = torch.device("cpu")
+    model = HFModel(bench_step.random_model(1, torch.float32, device))
+    target = LoadedTarget("tiny", model, None)
+    config = StepBenchConfig(num_steps=3, prompt_len=8, num_speculative_tokens=2)
+    with bench_step._running(config, target, "ngram", "step", 2) as engine:
+        assert bench_step._time_steps(engine, 3)["step_us"] > 0
+        assert bench_step._host_parts(engine, 3)["launch"] > 0
+        assert sum(engine.runner.graphs.launches.values()) == 6
+    with (
+        pytest.raises(RuntimeError, match="of 2 requests some ended"),
+        bench_step._running(config, target, "ngram", "step", 2) as engine,
+    ):
+        engine.discard("0")
 
 
 def compose_bench(*overrides: str) -> tuple[Bench, Any]:
@@ -121,6 +207,7 @@ def run_app(
         (["bench=stp"], ["bench=stp", "'step'", "generate"]),
         (["bench.max_tokns=3"], ["bench.max_tokns", "'max_tokens'"]),
         (["bench.max_tokens=0"], ["bench.max_tokens=0", ">= 1"]),
+        (["bench.ngram_k=[-1]"], ["bench.ngram_k=[-1]", ">= 1"]),
         (["bench.ngram_k=x"], ["bench.ngram_k='x'", "a list"]),
         (["+bench.foo=1"], ["bench.foo", "max_tokens"]),
         (["bench.name=stp"], ["'stp'", "'step'"]),
@@ -136,6 +223,10 @@ def run_app(
         (["bench=host", "bench.batch_sizes=[]"], ["bench.batch_sizes=[]", ">= 1"]),
         (["files=[nowhere.jsonl]"], ["nowhere.jsonl", "no such file"]),
         (["bench=step"], ["bench=step", "GPU"]),
+        (["bench=step", "bench.device=cpu"], ["bench=step", "GPU"]),
+        (["bench=step", "bench.device=cuda"], ["device='cuda'", "no GPU"]),
+        (["bench=step", "bench.dtype=auto"], ["bench=step", "GPU"]),
+        (["bench=step", "bench.num_reqs=[0]"], ["bench.num_reqs=[0]", ">= 1"]),
     ],
     ids=lambda value: " ".join(value) if value and "=" in value[0] else "",
 )
@@ -278,6 +369,62 @@ def test_the_app_writes_the_record_and_prints_its_tables(
     out = capsys.readouterr().out
     assert "cudaGraphLaunch" in out
     assert str(record) in out
+    command = written["provenance"]["command"]
+    assert command == "python -m experiments.bench bench=step record=step.json"
+
+
+def test_a_record_names_no_folder_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: GenerateBenchConfig, questions: list[Any]) -> pd.DataFrame:
+        assert config.target == str(target)
+        return bench_rows()
+
+    monkeypatch.setattr(bench, "run_generate_bench", run)
+    target, questions = tmp_path / "a model", tmp_path / "own.jsonl"
+    questions.write_text('{"question_id": 1, "category": "", "turns": ["Name a colour."]}\n')
+    options = [f"bench.target='{target}'", f"files=[{questions}]"]
+    assert run_app(monkeypatch, tmp_path / "out", *options, record=tmp_path / "a.json") == 0
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["config"]["target"] == "a model"
+    assert str(tmp_path) not in json.dumps(written)
+    assert "files=[own.jsonl]" in written["provenance"]["command"]
+
+
+def test_paths_outside_the_current_folder_lose_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert shown_path("an/id") == "an/id"
+    assert shown_path(f"{tmp_path}/here/sub/x.json") == "sub/x.json"
+    assert [shown_path(p) for p in ("../x.json", "/a/b/x", "~/x/", "..x")] == [
+        "x.json",
+        "x",
+        "x",
+        "..x",
+    ]
+    arguments = [
+        "--out",
+        "../up/x.json",
+        "hydra.run.dir=/a/b",
+        "files=[/a/b,c/d]",
+        "u=s://h/x",
+        "~k",
+    ]
+    said = "python -m m --out x.json hydra.run.dir=b 'files=[b,c/d]' u=s://h/x '~k'"
+    assert shown_command("m", arguments) == said
+
+
+def test_an_interrupted_bench_promises_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(BENCHES, "host", dataclasses.replace(BENCHES["host"], run=run))
+    assert run_app(monkeypatch, tmp_path, "bench=host") == 130
+    assert capsys.readouterr().err == "interrupted; a bench records nothing before its end\n"
 
 
 def test_the_host_bench_runs_here(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -12,8 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from experiments import bundle
+from experiments import bundle, provenance
 from experiments.bundle import CORE, Payload, fetch_wheels, pack_source, write_bundle
 from specdec.errors import SpecdecError
 
@@ -59,12 +61,14 @@ def packed(tmp_path: Path, payloads: list[Payload]) -> Path:
     return tmp_path / "bundle"
 
 
-def install(packed: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def install(
+    packed: Path, *arguments: object, python: object = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """Run the installer with another current folder and no variable but the interpreter's name."""
     return subprocess.run(
         ["/bin/sh", str(packed / "install.sh"), *map(str, arguments)],
         cwd="/",
-        env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
+        env={"PYTHON": str(python), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=False,
@@ -172,6 +176,54 @@ def test_a_damaged_manifest_is_told(packed: Path, tmp_path: Path) -> None:
     assert re.match(r"error: \S+manifest\.json is missing or damaged; copy it again$", done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("key", "entries"),
+    [
+        ("parts", None),
+        ("files", {"name": "x"}),
+        ("files", ["x"]),
+        ("files", [{"name": "x", "bytes": 1, "sha256": ""}]),
+        ("files", [{"name": "x", "bytes": 1, "sha256": "", "kind": "music"}]),
+        ("parts", [{"name": "../x", "bytes": 1, "sha256": ""}]),
+        ("parts", [{"name": "x", "bytes": "1", "sha256": ""}]),
+    ],
+)
+def test_a_manifest_that_lacks_something_is_told(
+    packed: Path, tmp_path: Path, key: str, entries: object
+) -> None:
+    manifest = json.loads((packed / "manifest.json").read_text())
+    (packed / "manifest.json").write_text(json.dumps(manifest | {key: entries}))
+    done = install(packed, tmp_path / "host")
+    assert done.returncode == 1
+    assert re.match(r"error: \S+manifest\.json is missing or damaged; copy it again$", done.stderr)
+
+
+def test_a_source_that_is_no_archive_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "source.tar.gz"
+    source.write_bytes(b"no archive")
+    write_bundle([Payload(source, "source")], tmp_path / "bundle", PART_BYTES)
+    done = install(tmp_path / "bundle")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: source.tar.gz cannot be unpacked (")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_old_python_is_told(packed: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    # Runs the installer's own test of the version with an older one.
+    old.write_text(
+        f'#!/bin/sh\ncode=$(echo "$2" | sed "s/sys.version_info/(3, 11, 3)/")\n'
+        f'exec {sys.executable} -c "$code"\n'
+    )
+    old.chmod(0o755)
+    for python in (old, tmp_path / "none"):
+        done = install(packed, python=python)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == (
+            f"error: {python} is no Python 3.11.4 or newer; give another one as PYTHON\n"
+        )
+
+
 def test_damaged_weights_are_put_back(packed: Path) -> None:
     assert install(packed).returncode == 0
     change_byte(packed / "installed/cache/tiny.gguf")
@@ -226,6 +278,55 @@ def test_source_is_what_is_tracked_as_it_is_now(
 def test_source_outside_a_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecdecError, match=r"could not be listed .*; run this in a git checkout"):
         pack_source(tmp_path, tmp_path / "source.tar.gz")
+
+
+def test_a_copy_inside_another_checkout_is_refused(tmp_path: Path) -> None:
+    copy = tmp_path / "other" / "copy"
+    copy.mkdir(parents=True)
+    git(tmp_path / "other", "init", "-q")
+    with pytest.raises(SpecdecError, match=r"copy lies in \S+other, a git checkout of something"):
+        pack_source(copy, tmp_path / "source.tar.gz")
+
+
+def test_a_copy_inside_another_checkout_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "copy").mkdir()
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "first")
+
+    def found(root: Path) -> tuple[str | None, bool | None]:
+        monkeypatch.setattr(provenance, "_ROOT", root)
+        record = provenance.collect_provenance("", 0, torch.device("cpu"), torch.float32)
+        return record["commit"], record["dirty"]
+
+    assert found(tmp_path / "copy") == (None, None)
+    assert found(tmp_path)[1] is False
+
+
+def test_a_name_that_is_not_utf8_is_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "checkout"
+    root.mkdir()
+    name = os.fsdecode(b"caf\xe9")
+    (root / name).write_text("x")
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    (root / os.fsdecode(b"new\xe9")).write_text("")
+    pack_source(root, tmp_path / "source.tar.gz")
+    assert capsys.readouterr().err.startswith("1 untracked files are left out, new\\xe9 the first")
+    with tarfile.open(tmp_path / "source.tar.gz") as tar:
+        assert tar.getnames() == [name]
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_a_size_of_parts_that_is_none_is_refused(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bundle.main(["--part-mb", size]) == 1
+    assert capsys.readouterr().err.startswith("error: --part-mb ")
 
 
 class Pip:
@@ -313,7 +414,6 @@ def test_command_line_writes_what_it_is_asked_for(
         assert [file["kind"] for file in manifest["files"]] == kinds
         assert max(part["bytes"] for part in manifest["parts"]) <= 1000
         assert manifest["commit"] == "a commit"
-    assert bundle.main([*common[:2], "--part-mb", "0"]) == 1
 
 
 def test_check_lists_what_is_lacking(

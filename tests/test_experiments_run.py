@@ -325,6 +325,33 @@ def test_what_a_killed_run_leaves_can_be_reported(
     assert build_report(folder).is_file()
 
 
+def test_an_interrupt_leaves_what_was_measured_since_the_last_writing(
+    run: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die_inside(engine: Any, *given: Any) -> Played:
+        nonlocal calls
+        calls += 1
+        if calls < 5:
+            return play(engine, *given)
+        engine.add_request("never", "x", given[1]("never"))
+        engine.step()
+        engine.step()
+        raise KeyboardInterrupt
+
+    calls = 0
+    monkeypatch.setattr(experiments.run, "play", die_inside)
+    monkeypatch.setattr(RunFolder, "flush_if_due", lambda *_: False)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    folder = tmp_path / "run"
+    assert list(pd.read_parquet(folder / "timings.parquet")["group"]) == [0, 1, 0, 1]
+    assert all(arm["launches"] for arm in json.loads((folder / "arms.json").read_text()))
+    # The question that was cut off is in no file.
+    texts = {line["request_id"] for line in read_lines(folder / "texts.jsonl")}
+    requests = set(pd.read_parquet(folder / "requests.parquet")["request_id"])
+    assert texts == requests == {"1/1", "two/1", "two/2"}
+
+
 def test_a_full_disk_is_one_sentence_and_older_files_stay(
     run: Callable[..., RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
