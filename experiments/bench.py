@@ -34,8 +34,15 @@ from experiments.bench_generate import (
     summarise_generate_bench,
 )
 from experiments.bench_host import run_host_bench
+from experiments.bench_sampler import SamplerBenchConfig, sampler_record
 from experiments.bench_step import StepBenchConfig, run_step_bench
-from experiments.bench_tables import attention_tables, generate_tables, line_tables, step_tables
+from experiments.bench_tables import (
+    attention_tables,
+    generate_tables,
+    line_tables,
+    sampler_tables,
+    step_tables,
+)
 from experiments.cli import SCHEMA_SUFFIX, hydra_app, unknown_name
 from experiments.prompts import Question, builtin_questions, load_questions, select_questions
 from experiments.provenance import collect_provenance, shown_command, shown_path
@@ -160,6 +167,13 @@ def _attention(config: AttentionBenchConfig, files: list[str], folder: Path) -> 
     }
 
 
+def _sampler(config: SamplerBenchConfig, files: list[str], folder: Path) -> dict[str, Any]:
+    device = resolve_device(config.device)
+    if device.type != "cuda":
+        raise ConfigError("bench=sampler measures kernels on a GPU; give a CUDA device")
+    return sampler_record(config, device)
+
+
 def _host(config: HostBenchConfig, files: list[str], folder: Path) -> dict[str, Any]:
     lines = run_host_bench(config.batch_sizes, config.num_blocks, config.steps_a_block)
     return {"config": dataclasses.asdict(config), "lines": lines}
@@ -168,6 +182,7 @@ def _host(config: HostBenchConfig, files: list[str], folder: Path) -> dict[str, 
 BENCHES = {
     "generate": Bench(GenerateBenchConfig, _generate, generate_tables, takes_files=True),
     "attention": Bench(AttentionBenchConfig, _attention, attention_tables),
+    "sampler": Bench(SamplerBenchConfig, _sampler, sampler_tables),
     "host": Bench(HostBenchConfig, _host, line_tables),
     "step": Bench(StepBenchConfig, lambda config, *_: run_step_bench(config), step_tables),
 }
@@ -204,6 +219,8 @@ def bench_task(cfg: DictConfig) -> None:
     device = resolve_device(getattr(config, "device", "cpu"))
     dtype = resolve_dtype(getattr(config, "dtype", "float32"), device)
     provenance = collect_provenance(command, seed=0, device=device, dtype=dtype)
+    if hasattr(config, "dtypes"):
+        provenance["dtype"] = ", ".join(config.dtypes)
     folder = Path(hydra_config.runtime.output_dir)
     started = time.monotonic()
     record = bench.run(config, app.files, folder)

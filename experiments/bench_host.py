@@ -64,7 +64,7 @@ class StubRunner:
         self._tokens = self._tokens.reshape(max_num_reqs, NUM_DRAFTS + 1)
         self._last: tuple[StepPlan | None, Any, Any] = (None, None, None)
 
-    def add_request(self, new: NewRow, params: Any, seed: int) -> int:
+    def add_request(self, new: NewRow, params: Any, seed: int, sample_index: int = 0) -> int:
         """Give out a row."""
         row = self._free_rows.pop()
         self.state.generation_np[row] += 1

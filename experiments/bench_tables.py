@@ -97,6 +97,32 @@ def attention_tables(record: Mapping[str, Any]) -> list[Table]:
     return [table]
 
 
+def sampler_tables(record: Mapping[str, Any]) -> list[Table]:
+    """Return the lines of `bench=sampler`; the peer is set beside the time that is like its own."""
+    ceiling = number(record["read_ceiling_gb_per_s"], "{:.0f}")
+    title = (
+        f"sampler: vocabulary {record['vocab_size']}; the device reads {ceiling} GB/s\n"
+        "median us, logits not in L2 and, where they fit, in L2, as the peer's; MB read and written"
+    )
+    headers = ["kernel", "dtype", "requests", "lines", "us", "in L2", "MB", "floor", "x floor"]
+    headers += ["peer", "x peer", "MB extra"]
+    table = _table(title, headers, text_columns=2)
+    for line in record["lines"]:
+        table.add_row(
+            line["kernel"],
+            line["dtype"],
+            *(number(line[name], "{}") for name in ("requests", "lines")),
+            *(number(line[name], "{:.1f}") for name in ("us", "us_in_l2")),
+            number((line["read_bytes"] + line["write_bytes"]) / 1e6, "{:.1f}"),
+            number(line["floor_us"], "{:.1f}"),
+            number(line["over_floor"], "{:.2f}"),
+            number(line["peer_us"], "{:.1f}"),
+            number(line["of_peer"], "{:.2f}"),
+            number(line["extra_bytes"] / 1e6, "{:.1f}"),
+        )
+    return [table]
+
+
 def line_tables(record: Mapping[str, Any]) -> list[Table]:
     """Return a record's lines as they are: a column for each key, texts to the left."""
     lines = [_flat(line) for line in record["lines"]]

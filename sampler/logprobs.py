@@ -141,7 +141,7 @@ def _block_logprobs_kernel(
             group_best = tl.where(groups == group, next_best, group_best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth", "ring_stride", "width"])
 def _merge_logprobs_kernel(
     logits_ptr,  # [L, V] float
     logits_stride,

@@ -52,6 +52,10 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
+# Parameters that forbid tokens: a rule that keeps drafts without looking at them breaks them.
+MASKING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+
+
 def check_params(
     params: Any, verifier: Verifier, num_speculative_tokens: int, has_tokenizer: bool
 ) -> SamplingParams:
@@ -59,7 +63,7 @@ def check_params(
 
     Raises:
         ConfigError: no parameters, or parameters that the verifier or the engine's K refuse.
-        UnsupportedError: a sampling parameter that does not work yet.
+        UnsupportedError: stop strings without a tokenizer.
     """
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params={params!r} is not allowed; give SamplingParams")
@@ -68,6 +72,12 @@ def check_params(
             f"verifier {verifier.name!r} takes temperature 0 only, got "
             f"{params.temperature}; use sampled_match or rejection"
         )
+    for name in () if getattr(verifier, "honours_masks", True) else MASKING:
+        if getattr(params, name) not in (None, 0, []):
+            raise ConfigError(
+                f"verifier {verifier.name!r} keeps drafts unjudged, so {name} cannot hold; leave "
+                f"{name} out, or use another verifier"
+            )
     budget = params.num_speculative_tokens
     if budget is not None and budget > num_speculative_tokens > 0:
         raise ConfigError(

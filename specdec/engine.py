@@ -146,6 +146,7 @@ class Engine:
         # On a GPU every scope computes the same shapes, so that their texts are the same.
         uniform_verify = on_gpu or self.graph_scope in ("step", "draft")
         self._bound_step = _COARSE_BOUND if uniform_verify else 1
+        self._sampler = self._make_sampler(max_num_reqs, target)
         self.runner = self._make_runner(max_num_reqs, target)
         # Again: a drafter may know what it offers only once it is loaded.
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
@@ -176,7 +177,7 @@ class Engine:
         self._last_read = 0.0
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
-        """Build the runner and its sampler."""
+        """Build the runner around the sampler."""
         config, model = self.config, target.model
         runner_config = RunnerConfig(
             max_num_reqs=max_num_reqs,
@@ -190,13 +191,17 @@ class Engine:
             max_steps_in_flight=self.max_steps_in_flight,
             token_table=config.token_table,
         )
+        return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
+
+    def _make_sampler(self, max_num_reqs: int, target: LoadedTarget) -> Sampler:
+        """Build the sampler and tell the verifier what it is built for."""
+        config, model, k = self.config, target.model, self.num_speculative_tokens
         bind = getattr(self.verifier, "bind", None)
         if bind is not None:
-            bind(self.num_speculative_tokens, model.device)
+            bind(k, model.device)
         sizes = max_num_reqs, model.vocab_size
-        k = self.num_speculative_tokens
         setup = ProcessorSetup(*sizes, config.max_model_len, k, model.device)
-        self._sampler = Sampler(
+        return Sampler(
             self.verifier,
             *sizes,
             model.device,
@@ -209,7 +214,6 @@ class Engine:
                 eos_token_ids(model, target.tokenizer),
             ),
         )
-        return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -230,7 +234,7 @@ class Engine:
 
         Raises:
             ConfigError: empty or too long prompt, known id, parameters the verifier refuses.
-            UnsupportedError: a sampling parameter that does not work yet.
+            UnsupportedError: stop strings or structured output that this target cannot have.
             CapacityError: the KV cache could not hold it even alone.
         """
         if request_id in self._groups:
@@ -265,7 +269,8 @@ class Engine:
         if group is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
         # A step that failed may have left increments that were not handed out.
-        self._pending = [i for i in self._pending if i.request_id != request_id]
+        ended = {(request_id, request.sample_index) for request in group.unfinished}
+        self._pending = [i for i in self._pending if (i.request_id, i.sample_index) not in ended]
         return [
             self._finish(request, len(request.detokenizer.token_ids), Trimmed([], "abort"))
             for request in group.unfinished

@@ -102,13 +102,17 @@ def append_logprobs(
         requests: P, those that asked for some, their tokens appended.
         increments: of the step; they are given theirs, too.
     """
+    new_tokens = {(i.request_id, i.sample_index): len(i.new_token_ids) for i in increments}
     wanted = [request.params.logprobs or 0 for request in requests]
     planes = _planes(records, max(wanted, default=0))
     kept: dict[tuple[str, int], list[TokenLogprobs]] = {}
     for request, num_logprobs, *lines in zip(requests, wanted, *planes, strict=True):
         logprobs = request.logprobs
         assert logprobs is not None
-        num_new = len(request.token_ids) - request.num_prompt_tokens - len(logprobs)
+        num_new = new_tokens.get((request.request_id, request.sample_index), 0)
+        # Those of a step that was interrupted while it was read are lost: they name nothing.
+        before = len(request.token_ids) - request.num_prompt_tokens - num_new
+        logprobs += [{} for _ in range(before - len(logprobs))]
         new = to_logprobs([plane[:num_new] for plane in lines], num_logprobs)
         logprobs += new
         kept[request.request_id, request.sample_index] = new

@@ -65,7 +65,7 @@ class RandomRunner:
         self._rows = [Row() for _ in range(max_num_reqs)]
         self._free = list(range(max_num_reqs))
 
-    def add_request(self, new: NewRow, params: Any, seed: int) -> int:
+    def add_request(self, new: NewRow, params: Any, seed: int, sample_index: int = 0) -> int:
         row = self._free.pop(0)
         self._rows[row] = Row(len(new.token_ids), new.max_total_len, new.draft_budget)
         self.state.generation_np[row] += 1

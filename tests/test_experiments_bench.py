@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from experiments import bench, bench_attention, bench_generate, bench_step
+from experiments import bench, bench_attention, bench_generate, bench_sampler, bench_step
 from experiments.bench import BENCHES, Bench, bench_questions, load_bench, plain, register_benches
 from experiments.bench_generate import GenerateBenchConfig, summarise_generate_bench
 from experiments.bench_step import StepBenchConfig
@@ -115,7 +115,7 @@ def test_questions_that_are_all_too_long_are_one_sentence(monkeypatch: pytest.Mo
         bench_generate.run_generate_bench(config, bench_questions([], per_category=2))
 
 
-@pytest.mark.parametrize("module", [bench_attention, bench_step])
+@pytest.mark.parametrize("module", [bench_attention, bench_sampler, bench_step])
 def test_a_bench_without_hydra_ends_with_a_sentence_where_there_is_no_gpu(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +220,10 @@ def run_app(
         (["bench=attention", "bench.batches=[1,0]"], ["bench.batches=[1, 0]", ">= 1"]),
         (["bench=attention", "bench.query_lens=[600]"], ["bench.query_lens=[600]", "shortest"]),
         (["bench=attention", "bench.bound=9"], ["bench.bound=9", ">= 32768"]),
+        (["bench=sampler"], ["bench=sampler", "GPU"]),
+        (["bench=sampler", "bench.kernels=[gumble]"], ["bench.kernels", "'gumble'", "gumbel_t0"]),
+        (["bench=sampler", "bench.dtypes=[half]"], ["bench.dtypes", "'half'", "bfloat16"]),
+        (["bench=sampler", "bench.num_reqs=[0]"], ["bench.num_reqs=[0]", ">= 1"]),
         (["bench=host", "bench.batch_sizes=[]"], ["bench.batch_sizes=[]", ">= 1"]),
         (["files=[nowhere.jsonl]"], ["nowhere.jsonl", "no such file"]),
         (["bench=step"], ["bench=step", "GPU"]),

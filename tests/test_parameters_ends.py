@@ -1,5 +1,6 @@
 """The minimum length at the ends of texts: EOS, stop tokens and stop strings come late enough."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ STORY = [*range(256, 256 + len(WORDS)), EOS]
 def write(drafter: str, **fields: Any) -> Any:
     successor = list(range(len(TOKENIZER)))
     successor[ord("#")] = STORY[0]
-    for token, following in zip(STORY, STORY[1:], strict=False):
+    for token, following in itertools.pairwise(STORY):
         successor[token] = following
     target = tiny_target(scripted_model(successor, EOS), TOKENIZER)
     specs: Any = {

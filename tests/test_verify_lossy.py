@@ -12,6 +12,7 @@ from sampler.noise import mix_seed
 from sampler.verify.synthetic import SyntheticConfig, SyntheticVerifier, rates_of
 from sampler.verify.typical import TypicalConfig, TypicalVerifier, judge_typical
 from specdec import LLM, SamplingParams
+from specdec.checks import check_params
 from specdec.errors import ConfigError
 from specdec.protocols import DRAFT_KIND_ONE_HOT, VerifyInputs
 from tests.models import random_prompts, tiny_model, tiny_target
@@ -201,3 +202,13 @@ def test_parameters_that_make_no_sense_are_refused_before_a_model_loads(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM("/no/such/model", "ngram", verifier, 2)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"allowed_token_ids": [1, 2]}, {"bad_words": ["a"]}, {"min_tokens": 2}], ids=str
+)
+def test_synthetic_refuses_what_forbids_tokens(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        check_params(
+            SamplingParams(**fields), SyntheticVerifier(SyntheticConfig(rates=[0.5])), 1, True
+        )

@@ -28,6 +28,9 @@ class VerifierBase:
     # True: noise of drafters also knows the row's length, so that it is fresh in every step.
     noise_epoch = False
     draft_stream = STREAM_DRAFT  # noise stream of drafters
+    honours_masks = (
+        True  # False: keeps drafts that a mask forbids, so parameters with one are refused
+    )
     note = ""  # shown beside the verdict of a lossy rule
 
     def __init__(self, config: VerifierConfig) -> None:

@@ -188,7 +188,7 @@ def _block_residuals_kernel(
         tl.store(cell, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit
 def _judge_prefixes_kernel(
     draft_tokens_ptr,  # [L] int64
     draft_kind_ptr,  # [L] int8

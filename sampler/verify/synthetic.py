@@ -94,6 +94,7 @@ class SyntheticVerifier(VerifierBase):
 
     name = "synthetic"
     lossless = False
+    honours_masks = False
     text_equal = False
     note = "synthetic: drafts are kept at given rates, for systems work only"
     config: SyntheticConfig
@@ -133,7 +134,7 @@ class SyntheticVerifier(VerifierBase):
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines"])
 def _judge_by_rates_kernel(
     draft_tokens_ptr,  # [L] int64
     idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
