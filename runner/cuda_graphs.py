@@ -1,6 +1,8 @@
 """CUDA graphs: what is captured, for which shapes, from which pool, and what it costs.
 
-A shape is (padded requests, K verified, K drafted). Of a uniform step, in which every request
+A shape is (padded requests, K verified, K drafted). What runs the target is captured twice: with
+the kernels for logits processors and log-probabilities, and plain, for steps in which no request
+asks for any. Of a uniform step, in which every request
 verifies K + 1 positions, these parts can be captured:
 
     step      all of it: inputs, target, verification, state update, draft passes, outcome
@@ -41,6 +43,7 @@ class GraphKey:
     num_reqs: int  # padded
     num_verified: int  # drafts verified by each request
     num_drafted: int  # drafts proposed for each request
+    plain: bool = False  # captured without logits processors and log-probabilities
 
 
 @dataclass(frozen=True)

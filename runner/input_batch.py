@@ -119,6 +119,7 @@ class InputBatch:
     logits_indices: Tensor  # [L] int64: line -> token
     expanded_idx_mapping: Tensor  # [L] int32: line -> row
     expanded_local_pos: Tensor  # [L] int32: place of the line in its row's run
+    plain: bool = False  # no row asks for logits processors or log-probabilities
 
 
 class InputBuffers:

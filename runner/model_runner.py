@@ -6,6 +6,8 @@ be one CUDA graph (`runner.cuda_graphs`). What `graph_scope` leaves out of graph
 same functions on the very same shapes. What a step does is in `runner.step`.
 """
 
+import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +29,8 @@ from runner.models.hf import HFModel
 from runner.states import NewRow, RequestState
 from runner.step import SamplerProtocol, Step
 from runner.step_timer import StepTimer
-from specdec.errors import CapacityError, ConfigError, UnsupportedError
+from specdec.checks import check_wants
+from specdec.errors import CapacityError, UnsupportedError
 from specdec.protocols import DraftBuffers, DraftContext, Drafter, TargetView
 
 logger = logging.getLogger(__name__)
@@ -93,7 +96,8 @@ class ModelRunner:
         self.graphs = CUDAGraphManager(device, capture_sizes(config.graph_num_reqs, most_reqs))
         # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
         self._fixed_shapes = device.type == "cuda" or config.graph_scope != "none"
-        self._fixed_batches: dict[int, InputBatch] = {}
+        self._fixed_batches: dict[tuple[int, bool], InputBatch] = {}
+        self._padding_is_plain = False
         largest = self.graphs.sizes[-1] if self._fixed_shapes else 0
         max_tokens = max(config.max_num_batched_tokens, largest * (k + 1))
         self.buffers = InputBuffers(max_reqs, max_tokens, max_reqs * (k + 1), device)
@@ -103,7 +107,7 @@ class ModelRunner:
         self._tables = StagedTables(
             [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
         )
-        self._last_dispatch: tuple[StepPlan, int | None, bool] | None = None
+        self._last_dispatch: tuple[StepPlan, int | None, bool, bool] | None = None
         view = TargetView(
             model=target,
             vocab_size=target.vocab_size,
@@ -159,7 +163,7 @@ class ModelRunner:
             largest: requests of the largest fixed shape.
         """
         wants, config, device = self.drafter.capabilities, self.config, self.device
-        self._check_wants()
+        check_wants(self.drafter, config.token_table)
         k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
@@ -197,25 +201,6 @@ class ModelRunner:
         with self._on_device():
             self.drafter.bind(state.view(), buffers)
 
-    def _check_wants(self) -> None:
-        """Refuse a drafter that asks for what is not offered."""
-        wants, name = self.drafter.capabilities, type(self.drafter).__name__
-        if wants.aux_layers:
-            raise UnsupportedError(
-                f"drafter {name} asks for outputs of target layers {wants.aux_layers}; only the "
-                f"last hidden state is offered"
-            )
-        if wants.on_cpu:
-            raise UnsupportedError(
-                f"drafter {name} runs on token lists of the CPU, which is not offered; read the "
-                f"rows of the state instead"
-            )
-        if self.config.token_table == "pinned" and wants.reads_token_table:
-            raise ConfigError(
-                f"token_table='pinned' does not go with drafter {name}, which reads token ids by "
-                f"torch operations; give token_table='device'"
-            )
-
     # --- graphs ---------------------------------------------------------------------------------
 
     @property
@@ -247,15 +232,19 @@ class ModelRunner:
         self.graphs.launches.clear()  # the memory profile is no step of the run
         if self.config.graph_scope == "none":
             return
-        for size in reversed(self.graphs.sizes):
-            # Runs eager, as nothing of this size is captured yet: every kernel is compiled by it.
+        for size, plain in itertools.product(reversed(self.graphs.sizes), (False, True)):
+            self._padding_is_plain = plain
+            # Runs eager, as nothing of this shape is captured yet: every kernel is compiled by it.
             plan = padding_plan(size, k + 1, max_seq_len=self.config.max_model_len)
             self.execute_model(plan).output.wait()
-            functions = self._graph_functions(size)
+            functions = self._graph_functions(size, plain)
             for part in self._graph_parts:
+                varies = part in ("step", "target")
+                if plain and not varies:
+                    continue  # a drafter's passes know nothing of the sampler's parameters
                 try:
                     with torch.inference_mode(), self._on_device():
-                        self.graphs.capture(GraphKey(part, size, k, k), functions[part])
+                        self.graphs.capture(GraphKey(part, size, k, k, plain), functions[part])
                 except torch.OutOfMemoryError as error:
                     raise CapacityError(
                         f"the graph of {size} requests does not fit the device's memory beside "
@@ -268,12 +257,13 @@ class ModelRunner:
                         f"graph ({reason}); set graph_safe=False in the drafter's capabilities, or "
                         f"graph_scope='none'"
                     ) from error
+        self._padding_is_plain = False
         self.graphs.launches.clear()
         self.graphs.log_cost()
 
-    def _graph_functions(self, size: int) -> dict[Part, Callable[[], Any]]:
+    def _graph_functions(self, size: int, plain: bool) -> dict[Part, Callable[[], Any]]:
         """Return what each part runs at a size."""
-        batch, step = self._fixed_batch(size), self._step
+        batch, step = self._fixed_batch(size, plain), self._step
         outcome, hidden = self._fixed_inputs(batch)
         return {
             "step": partial(step.run, batch),
@@ -282,14 +272,14 @@ class ModelRunner:
             "propose": partial(step.propose, batch, outcome),
         }
 
-    def _fixed_batch(self, size: int) -> InputBatch:
+    def _fixed_batch(self, size: int, plain: bool = False) -> InputBatch:
         """Return the views of a uniform step of `size` places."""
-        if size not in self._fixed_batches:
+        key = size, plain
+        if key not in self._fixed_batches:
             query_len = self.config.num_speculative_tokens + 1
-            self._fixed_batches[size] = self.buffers.fixed_batch(
-                size, query_len, self.config.max_model_len
-            )
-        return self._fixed_batches[size]
+            batch = self.buffers.fixed_batch(size, query_len, self.config.max_model_len)
+            self._fixed_batches[key] = dataclasses.replace(batch, plain=plain)
+        return self._fixed_batches[key]
 
     def _fixed_inputs(self, batch: InputBatch) -> tuple[StepTensors, Tensor | None]:
         """Return the fixed tensors that stand for a target's outcome, and for its hidden states."""
@@ -368,17 +358,17 @@ class ModelRunner:
             its prompt tokens gave.
         """
         k = self.config.num_speculative_tokens
-        num_places, uniform = self._dispatch(plan)
+        num_places, uniform, plain = self._dispatch(plan)
         # Padding of a uniform step runs tokens, that of a ragged one is there for `propose` alone.
         self.buffers.stage(plan, num_places or plan.num_reqs, k + 1 if uniform else 0)
         self._tables.apply(ring_place)
         self.sampler.prepare_rows(self._state_view)
         if num_places is None or not uniform:
-            batch = self.buffers.batch(plan)
+            batch = dataclasses.replace(self.buffers.batch(plan), plain=plain)
             width, prompts = self._run_ragged(batch, plan, num_places, timer)
             return width, batch.num_tokens, prompts
-        batch = self._fixed_batch(num_places)
-        key = GraphKey("step", num_places, k, k)
+        batch = self._fixed_batch(num_places, plain)
+        key = GraphKey("step", num_places, k, k, plain)
         if key in self.graphs:
             self.graphs.launch(key)
             if timer is not None:
@@ -387,22 +377,26 @@ class ModelRunner:
             self._run_fixed(batch, timer)
         return k + 1, batch.num_tokens, ()
 
-    def _dispatch(self, plan: StepPlan) -> tuple[int | None, bool]:
-        """Return the captured size that holds a step, if any, and whether the step is uniform."""
+    def _dispatch(self, plan: StepPlan) -> tuple[int | None, bool, bool]:
+        """Return the captured size that holds a step, if any, whether it is uniform, and plain."""
         if not self._fixed_shapes:
-            return None, False
+            return None, False, False
         last = self._last_dispatch
         if last is not None and plan.has_arrays_of(last[0]):
-            return last[1], last[2]
+            return last[1:]
         num_places = self.graphs.padded(plan.num_reqs)
         uniform = plan.is_uniform(self.config.num_speculative_tokens + 1)
-        self._last_dispatch = (plan, num_places, uniform)
-        return num_places, uniform
+        # A step of padding alone stands for any step: it takes the dearest path, unless told.
+        rows_np = plan.rows_np[plan.rows_np >= 0]
+        plain = not self.sampler.has_extras(rows_np) if len(rows_np) else self._padding_is_plain
+        self._last_dispatch = (plan, num_places, uniform, plain)
+        return num_places, uniform, plain
 
     def _run_fixed(self, batch: InputBatch, timer: StepTimer | None) -> None:
         """Run a uniform step of a fixed shape that is not one graph."""
         k, scope = self.config.num_speculative_tokens, self.config.graph_scope
-        target, draft = (GraphKey(part, batch.num_reqs, k, k) for part in ("target", "draft"))
+        target = GraphKey("target", batch.num_reqs, k, k, batch.plain)
+        draft = GraphKey("draft", batch.num_reqs, k, k)
         if target in self.graphs:
             hidden, outcome = self.graphs.launch(target)
             if timer is not None:

@@ -96,7 +96,7 @@ class Logprobs:
             outcome: of the step, committed.
             outputs: the ring.
         """
-        if not self._num_wanting and not use_triton(raw):
+        if batch.plain or (not self._num_wanting and not use_triton(raw)):
             return
         lines = LogprobLines(
             tokens=outcome.sampled_tokens,

@@ -10,6 +10,7 @@ rows hold, so a captured step and an eager one run the same kernels.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,6 +111,10 @@ class Sampler:
         self.state.add_request(row, params, seed, sample_index)
         self.logprobs.add_request(row, params)
         self.processors.add_request(row, params, new)
+
+    def has_extras(self, rows_np: np.ndarray) -> bool:
+        """Return whether any of some rows uses logits processors or log-probabilities."""
+        return self.processors.uses(rows_np) or self.logprobs.places(rows_np) is not None
 
     def prepare_rows(self, state: StateView) -> None:
         """Build what new rows need of their tokens; their staged writes were applied."""

@@ -52,6 +52,30 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
+def check_wants(drafter: Drafter, token_table: str) -> None:
+    """Refuse a drafter that asks for what is not offered.
+
+    Raises:
+        UnsupportedError, ConfigError: one sentence.
+    """
+    wants, name = drafter.capabilities, type(drafter).__name__
+    if wants.aux_layers:
+        raise UnsupportedError(
+            f"drafter {name} asks for outputs of target layers {wants.aux_layers}; only the "
+            f"last hidden state is offered"
+        )
+    if wants.on_cpu:
+        raise UnsupportedError(
+            f"drafter {name} runs on token lists of the CPU, which is not offered; read the "
+            f"rows of the state instead"
+        )
+    if token_table == "pinned" and wants.reads_token_table:
+        raise ConfigError(
+            f"token_table='pinned' does not go with drafter {name}, which reads token ids by "
+            f"torch operations; give token_table='device'"
+        )
+
+
 # Parameters that forbid tokens: a rule that keeps drafts without looking at them breaks them.
 MASKING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 

@@ -105,3 +105,32 @@ def test_the_parts_that_ran_are_counted_with_the_reason_for_what_ran_eager(
         "target eager: graph_scope is none",
         "propose eager: graph_scope is none",
     }
+
+
+@pytest.mark.parametrize("scope", ["step", "draft"])
+def test_requests_with_and_without_extras_take_their_own_shapes_and_keep_their_texts(
+    target: LoadedTarget, scope: str
+) -> None:
+    prompts = random_prompts([9, 14, 5, 7])
+    plain = [SamplingParams(temperature=0.8, seed=i, max_tokens=14) for i in range(4)]
+    extra = [
+        plain[0],
+        dataclasses.replace(plain[1], repetition_penalty=1.7, max_tokens=6),
+        dataclasses.replace(plain[2], logprobs=3, max_tokens=6),
+        plain[3],
+    ]
+    texts = {}
+    for name, params in (("plain", plain), ("extra", extra)):
+        arrivals = [Arrival(2 * i, p, params[i], None) for i, p in enumerate(prompts)]
+        eager = make_engine(target, "none", "sampled_match", num_kv_blocks=80)
+        options = {**SCOPES[scope], "num_kv_blocks": 80}
+        engine = make_engine(target, "ngram", "sampled_match", **options)
+        result = run_schedule(engine, arrivals)
+        texts[name] = result.texts()
+        assert texts[name] == run_schedule(eager, arrivals).texts()
+        seen = {key.plain for key in engine.runner.graphs.keys if key.part == "step"}
+        assert seen == ({True, False} if scope == "step" else set())
+        logprobs = result.outputs["2"].logprobs
+        assert (logprobs is not None and len(logprobs) == 6) == (name == "extra")
+    assert texts["plain"]["0"] == texts["extra"]["0"]
+    assert texts["plain"]["1"][:6] != texts["extra"]["1"]

@@ -84,6 +84,10 @@ class ProcessorChain:
         self.deferred.stage_write(row, 0, int(defers))
         self._new_rows.append(row)
 
+    def uses(self, rows_np: np.ndarray) -> bool:
+        """Return whether any of some rows uses a processor."""
+        return bool(self._uses_np[:, rows_np].any())
+
     def prepare_rows(self, state: StateView) -> None:
         """Let processors count the tokens of new rows, whose staged writes were applied."""
         if not self._new_rows:
@@ -123,6 +127,8 @@ class ProcessorChain:
 
     def _used(self, tensor: Tensor, batch: InputBatch) -> list[LogitsProcessor]:
         """Return the processors that a row of the step uses, as far as the host may know."""
+        if batch.plain:
+            return []
         if not self.processors or use_triton(tensor):
             return self.processors
         rows_np = batch.idx_mapping.numpy()
