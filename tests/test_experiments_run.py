@@ -179,7 +179,8 @@ def test_a_run_with_graphs_counts_launches_and_padding(
         own = steps.loc[steps["arm"] == arm["arm"]]
         launches = arm["launches"]
         assert arm["graph_scope"] == "step"
-        assert arm["capture"]["num_graphs"] == (1 if arm["k"] == 0 else 2)
+        # The step plain and with everything, and where drafts are made the passes behind the first.
+        assert arm["capture"]["num_graphs"] == (2 if arm["k"] == 0 else 3)
         eager = [n for what, n in launches.items() if what.startswith("target eager: ")]
         assert launches["step"] + sum(eager) == len(own)
         launched = own.loc[own["target_ms"].isna()]

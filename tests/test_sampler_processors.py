@@ -52,7 +52,9 @@ def test_new_owner_of_a_row_finds_nothing_of_the_last_one(fields: dict[str, Any]
     case = make_case(V, 0, CPU, num_reqs=1)
     chain = make_chain(case.num_rows, letter_tokenizer(17, 3))
     row, state = case.rows[0], case.ctx.state
-    batch: Any = SimpleNamespace(idx_mapping=torch.tensor([row, -1], dtype=torch.int32))
+    batch: Any = SimpleNamespace(
+        plain=False, idx_mapping=torch.tensor([row, -1], dtype=torch.int32)
+    )
     for params in (SamplingParams(**fields), SamplingParams()):
         chain.add_request(row, params)
         apply_writes(chain)
@@ -76,7 +78,7 @@ def test_lines_of_other_rows_do_not_count_as_use() -> None:
     chain.add_request(2, SamplingParams(repetition_penalty=2.0))
     chain.add_request(3, SamplingParams())
     for rows, expected in (([3], (0, 0)), ([3, 1], (0, 1)), ([2, -1], (1, 0)), ([2, 1], (1, 1))):
-        batch: Any = SimpleNamespace(idx_mapping=torch.tensor(rows, dtype=torch.int32))
+        batch: Any = SimpleNamespace(plain=False, idx_mapping=torch.tensor(rows, dtype=torch.int32))
         early, late = chain.active(torch.zeros(1), batch)
         assert (len(early), len(late)) == expected
 
@@ -263,6 +265,7 @@ def test_dead_lines_draw_inside_the_vocabulary_on_a_gpu(device: torch.device, na
     mask[case.rows[0]] = 0  # no token at all
     num_lines = len(case.logits)
     batch: Any = SimpleNamespace(
+        plain=False,
         num_reqs=3,
         num_logits=num_lines,
         max_num_logits=K + 1,

@@ -85,6 +85,7 @@ def make_step(device: torch.device, rows: list[int], seed: int = 0) -> tuple[Ten
             num_logits=num_logits,
             max_num_logits=K + 1,
             rows_np=None,
+            plain=False,
             **{name: tensor.to(device) for name, tensor in batch.items()},
         ),
         SimpleNamespace(
