@@ -2,8 +2,8 @@
 
 A shape is (padded requests, K verified, K drafted). What runs the target is captured twice: with
 the kernels for logits processors and log-probabilities, and plain, for steps in which no request
-asks for any. Of a uniform step, in which every request
-verifies K + 1 positions, these parts can be captured:
+asks for any. Of a uniform step, in which every request verifies K + 1 positions, these parts can be
+captured:
 
     step      all of it: inputs, target, verification, state update, draft passes, outcome
     target    inputs, target, verification, state update   (for a drafter that is not graph-safe)

@@ -30,13 +30,10 @@ Source: Sun et al. 2024, arXiv 2403.10444, Algorithm 2.
 
 from dataclasses import dataclass
 
-from sampler.noise import STREAM_RESIDUAL
-from sampler.verify.base import VerifierBase
-from sampler.verify.chain import assemble_run, match_draws
 from sampler.verify.config import VerifierConfig
 from sampler.verify.joint import JointJudgement, judge_prefixes
-from sampler.verify.residual import draw_next_tokens
-from specdec.protocols import VerifyInputs, VerifyOutputs
+from sampler.verify.residual_rule import ResidualRule
+from specdec.protocols import VerifyInputs
 from specdec.registry import register_verifier
 
 
@@ -48,28 +45,11 @@ class BlockConfig(VerifierConfig):
 
 
 @register_verifier("block", BlockConfig)
-class BlockVerifier(VerifierBase):
+class BlockVerifier(ResidualRule):
     """The target's law at any temperature; runs are no shorter in the mean than `rejection`'s."""
 
     name = "block"
-    lossless = True
-    text_equal = False
     noise_epoch = True
-    residual_stream = STREAM_RESIDUAL
-
-    def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
-        """Accept a prefix of the drafts and draw the token after it."""
-        # With one line a place there is no draft to judge, and each line draws from the target.
-        if inputs.all_greedy or inputs.max_num_logits == 1:
-            return match_draws(inputs)
-        judgement = self._judge(inputs)
-        return assemble_run(
-            judgement.accepted,
-            inputs.draft_tokens,
-            draw_next_tokens(inputs, judgement, self.residual_stream),
-            inputs.cu_num_logits,
-            inputs.max_num_logits,
-        )
 
     def _judge(self, inputs: VerifyInputs) -> JointJudgement:
         """Return which lines keep their draft: the first ones of each place."""

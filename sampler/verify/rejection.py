@@ -10,15 +10,10 @@ Source: Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from sampler.noise import STREAM_RESIDUAL
-from sampler.verify.base import VerifierBase
-from sampler.verify.chain import assemble_run, match_draws
 from sampler.verify.config import VerifierConfig
 from sampler.verify.judge import Judgement, judge_drafts
-from sampler.verify.residual import draw_next_tokens
-from specdec.protocols import VerifyInputs, VerifyOutputs
+from sampler.verify.residual_rule import ResidualRule
+from specdec.protocols import VerifyInputs
 from specdec.registry import register_verifier
 
 
@@ -30,32 +25,11 @@ class RejectionConfig(VerifierConfig):
 
 
 @register_verifier("rejection", RejectionConfig)
-class RejectionVerifier(VerifierBase):
+class RejectionVerifier(ResidualRule):
     """The target's law at any temperature; acceptance 1 - TV(p, q)."""
 
     name = "rejection"
-    lossless = True
-    text_equal = False
-    residual_stream = STREAM_RESIDUAL
-
-    def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
-        """Accept a prefix of the drafts and draw the token after it."""
-        # With one line a place there is no draft to judge, and each line draws from the target.
-        if inputs.all_greedy or inputs.max_num_logits == 1:
-            return match_draws(inputs)
-        judgement = self._judge(inputs)
-        return assemble_run(
-            judgement.accepted,
-            inputs.draft_tokens,
-            self._next_tokens(inputs, judgement),
-            inputs.cu_num_logits,
-            inputs.max_num_logits,
-        )
 
     def _judge(self, inputs: VerifyInputs) -> Judgement:
         """Return whether each line keeps its draft."""
         return judge_drafts(inputs)
-
-    def _next_tokens(self, inputs: VerifyInputs, judgement: Judgement) -> Tensor:
-        """Return the token that each place's stop line draws, at that line of [L]."""
-        return draw_next_tokens(inputs, judgement, self.residual_stream)

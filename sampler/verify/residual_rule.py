@@ -1,0 +1,41 @@
+"""What rules share that judge a run of drafts, then draw behind it from what the drafts left."""
+
+from typing import Any
+
+from torch import Tensor
+
+from sampler.noise import STREAM_RESIDUAL
+from sampler.verify.base import VerifierBase
+from sampler.verify.chain import assemble_run, match_draws
+from sampler.verify.residual import draw_next_tokens
+from specdec.protocols import VerifyInputs, VerifyOutputs
+
+
+class ResidualRule(VerifierBase):
+    """A rule of the target's law at any temperature; a subclass says which drafts stay."""
+
+    lossless = True
+    text_equal = False
+    residual_stream = STREAM_RESIDUAL
+
+    def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
+        """Accept a prefix of the drafts and draw the token after it."""
+        # With one line a place there is no draft to judge, and each line draws from the target.
+        if inputs.all_greedy or inputs.max_num_logits == 1:
+            return match_draws(inputs)
+        judgement = self._judge(inputs)
+        return assemble_run(
+            judgement.accepted,
+            inputs.draft_tokens,
+            self._next_tokens(inputs, judgement),
+            inputs.cu_num_logits,
+            inputs.max_num_logits,
+        )
+
+    def _judge(self, inputs: VerifyInputs) -> Any:
+        """Return the judgement of each line: whether its draft stays, and what residuals need."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which drafts stay")
+
+    def _next_tokens(self, inputs: VerifyInputs, judgement: Any) -> Tensor:
+        """Return the token that each place's stop line draws, at that line of [L]."""
+        return draw_next_tokens(inputs, judgement, self.residual_stream)
