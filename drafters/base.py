@@ -54,7 +54,7 @@ class DrafterBase:
         """
 
     def propose(self, ctx: DraftContext) -> None:
-        """Fill `self.buffers.draft_tokens[row, :K]`; -1 where there is no draft.
+        """Fill `self.buffers.draft_tokens[row, :ctx.num_drafts]`; -1 where there is no draft.
 
         `runner.rows.scatter_rows` writes one line a place to the places' rows.
         """

@@ -144,7 +144,7 @@ class DraftModelDrafter(DrafterBase):
 
     def propose(self, ctx: DraftContext) -> None:
         """Draw K drafts, with a pass between two of them."""
-        num_drafts = self.buffers.num_speculative_tokens
+        num_drafts = ctx.num_drafts
         hidden = self._hidden[: ctx.num_reqs]
         drafts = []
         for i in range(num_drafts):
@@ -152,7 +152,8 @@ class DraftModelDrafter(DrafterBase):
             drafts.append(self._sample(ctx, logits, i) if self._samples else logits.argmax(1))
             if i + 1 < num_drafts:
                 hidden = self._forward(next_pass_inputs(ctx, self._kv, drafts[-1], i + 1))
-        scatter_rows(self.buffers.draft_tokens, ctx.idx_mapping, torch.stack(drafts, 1))
+        table = self.buffers.draft_tokens[:, :num_drafts]
+        scatter_rows(table, ctx.idx_mapping, torch.stack(drafts, 1))
         if self._samples:
             temperature = ctx.temperature[ctx.idx_mapping.long().clamp(min=0)]
             kind = torch.where(temperature > 0, DRAFT_KIND_WITH_Q, DRAFT_KIND_ONE_HOT)

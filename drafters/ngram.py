@@ -65,7 +65,7 @@ class NgramDrafter(DrafterBase):
         look_up_drafts(
             ctx.state,
             ctx.idx_mapping,
-            self.buffers.draft_tokens,
+            self.buffers.draft_tokens[:, : ctx.num_drafts],
             self.config.min_n,
             self.config.max_n,
             ctx.max_seq_len,

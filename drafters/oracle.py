@@ -78,7 +78,7 @@ class OracleDrafter(DrafterBase):
 
     def propose(self, ctx: DraftContext) -> None:
         """Find each row's text by its prompt and propose what follows."""
-        num_drafts = self.buffers.num_speculative_tokens
+        num_drafts = ctx.num_drafts
         rows = ctx.idx_mapping.long().clamp(min=0)
         text, known = self._find(ctx.state, rows)
         position = ctx.state.total_len[rows].long()[:, None]
@@ -89,9 +89,9 @@ class OracleDrafter(DrafterBase):
         if self.config.rates:
             repeated = rows[:, None].expand(-1, num_drafts)
             noise = ctx.noise.uniform(repeated.reshape(-1), position.reshape(-1))
-            wrong = noise.view_as(drafts) >= self._rates
+            wrong = noise.view_as(drafts) >= self._rates[:num_drafts]
             drafts = torch.where(wrong & usable, (drafts + 1) % self._vocab_size, drafts)
-        scatter_rows(self.buffers.draft_tokens, ctx.idx_mapping, drafts)
+        scatter_rows(self.buffers.draft_tokens[:, :num_drafts], ctx.idx_mapping, drafts)
 
     def _find(self, state: StateView, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Find the first text that begins with each row's prompt.

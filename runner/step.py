@@ -259,6 +259,7 @@ class Step:
             input_ids=batch.input_ids,
             seq_lens=batch.seq_lens,
             hidden_states=hidden if wants.hidden_states == "last" else None,
+            aux_hidden_states=None,
             num_sampled=outcome.num_sampled,
             num_rejected=outcome.num_rejected,
             temperature=self.sampler.temperature,
@@ -267,6 +268,7 @@ class Step:
             max_seq_len=min(batch.max_total_len, self.state.max_model_len),
             max_query_len=batch.max_query_len,
             num_last_chunks=batch.num_last_chunks,
+            num_drafts=self.state.num_speculative_tokens,
         )
 
 

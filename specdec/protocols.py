@@ -44,7 +44,8 @@ class DrafterCapabilities:
     runs eager, which is reported. `splits_first_pass` says that all work over the step's own
     tokens is in `first_pass`, so that `propose` can be a graph in any step. `reads_token_table`
     says that `state.all_token_ids` is read by torch operations, not by kernels alone, so that the
-    table has to lie in device memory.
+    table has to lie in device memory. `offers_confidence` says that `draft_confidence` is filled
+    where the buffers have it.
     """
 
     hidden_states: Literal["none", "last"] = "none"
@@ -58,6 +59,7 @@ class DrafterCapabilities:
     can_score: bool = False
     splits_first_pass: bool = False
     reads_token_table: bool = True
+    offers_confidence: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ class DraftBuffers:
     draft_kind: Tensor  # [N] int8
     draft_logits: Tensor | None  # [N, K, V_draft], where capabilities.offers_q
     kv: Any | None  # the drafter's own paged KV cache, where capabilities.kv is given
+    # [N, K] float32, the probability that the drafter gives each draft; where the draft length
+    # depends on it.
+    draft_confidence: Tensor | None = None
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -140,6 +145,8 @@ class DraftContext:
     input_ids: Tensor  # [T] int64
     seq_lens: Tensor  # [R] int32
     hidden_states: Tensor | None  # [T, hidden], where capabilities.hidden_states == "last"
+    # [T, A * hidden], outputs of the A `capabilities.aux_layers`, side by side in that order
+    aux_hidden_states: Tensor | None
     num_sampled: Tensor  # [R] int32
     num_rejected: Tensor  # [R] int32
     temperature: Tensor  # [N] float32
@@ -148,6 +155,7 @@ class DraftContext:
     max_seq_len: int  # bound on total_len over the step's rows
     max_query_len: int  # bound on query_lens
     num_last_chunks: int  # prompts that ended in this step; 0 in a uniform step
+    num_drafts: int  # how many to propose, 1..K: the columns behind are -1 already
 
     @property
     def num_reqs(self) -> int:
@@ -191,7 +199,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, ctx: DraftContext) -> None:
-        """Fill `buffers.draft_tokens[row, :K]` for the step's rows; some place sampled."""
+        """Fill `buffers.draft_tokens[row, :ctx.num_drafts]` for the step's rows; some sampled."""
         ...
 
     def observe(self, ctx: VerifyContext) -> None:

@@ -170,6 +170,7 @@ class DraftCase:
             input_ids=_poisoned((num_tokens,), torch.int64).to(self.device),
             seq_lens=_poisoned((len(query_lens),), torch.int32).to(self.device),
             hidden_states=None,
+            aux_hidden_states=None,
             num_sampled=columns[4],
             num_rejected=columns[5],
             temperature=self.temperature,
@@ -178,6 +179,7 @@ class DraftCase:
             max_seq_len=self.sizes.max_model_len,
             max_query_len=max(place.query_len for place in self.places),
             num_last_chunks=self.sizes.kinds.count(LAST_CHUNK),
+            num_drafts=self.sizes.num_drafts,
         )
 
     def _noise(self) -> Noise:
