@@ -5,7 +5,9 @@
 
 with w the weight of the judgement (1 in rejection sampling), p and q the softmax of target and
 draft logits, by Gumbel-max; only each place's stop line draws. Greedy rows and padding take the
-argmax.
+argmax, which the judgement knows of lines that judge a draft.
+
+Blocks are bounded and searched as in `sampler.gumbel`.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
@@ -17,15 +19,110 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.dispatch import use_triton
-from sampler.gumbel import BLOCK_SIZE, best_block_device, best_token_device, gumbel_sample
+from sampler.gumbel import (
+    BLOCK_SIZE,
+    best_token_device,
+    better_token_device,
+    gumbel_sample,
+    next_block_device,
+    score_bounds_device,
+)
 from sampler.noise import STREAM_TARGET, noise_gumbel_device, noise_key_device
 from sampler.verify.chain import count_accepted_device, num_accepted_ref
 from sampler.verify.judge import WITH_Q, Judgement, draft_logits_arguments
 from specdec.protocols import DRAFT_KIND_WITH_Q, VerifyInputs
 
 
-@triton.jit(do_not_specialize=["num_lines", "num_cells"])
-def _residual_blocks_kernel(
+@triton.jit
+def _block_scores_device(
+    logits_ptr,  # of the line
+    q_ptr,  # of the line's draft, where `with_q`
+    block,
+    vocab_size,
+    draft,  # one-hot: not drawn; -1 = the target's own law
+    with_q,  # int32: the law is max(w p - q, 0)
+    target_lse,
+    draft_lse,
+    weight,
+    a,  # key of the noise
+    b,
+    sampled,  # int32: 0 = no noise
+    ROUGH: tl.constexpr,  # bounds instead of scores
+    HAS_Q: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Return the noisy scores of a block of a law, or their bounds, its tokens and which exist."""
+    tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = tokens < vocab_size
+    target = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.where(tokens == draft, float("-inf"), target)
+    if HAS_Q:  # noqa: SIM102 (known when compiling: drops the code beneath)
+        if with_q > 0:
+            q = tl.load(q_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+            rest = weight * tl.exp(target - target_lse) - tl.exp(q - draft_lse)
+            positive = tl.where(rest > 0, rest, 1.0)
+            if ROUGH:
+                scores = tl.log2(positive) * 0.6931471805599453
+            else:
+                scores = tl.log(positive)
+            scores = tl.where(rest > 0, scores, float("-inf"))
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    if sampled > 0:
+        if ROUGH:
+            scores = score_bounds_device(scores, a, b, tokens)
+        else:
+            scores += noise_gumbel_device(a, b, tokens)
+    return scores, tokens, inside
+
+
+@triton.jit
+def _law_device(
+    draft_tokens_ptr,
+    draft_kind_ptr,
+    draft_logits_ptr,
+    draft_logits_row_stride,
+    draft_logits_column_stride,
+    idx_mapping_ptr,
+    local_pos_ptr,
+    positions_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    lse_ptr,
+    weight_ptr,
+    line,
+    num_lines,
+    STREAM: tl.constexpr,
+    RESIDUAL_STREAM: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+):
+    """Return what a stop line draws from: draft, sampled, with_q, q_ptr, lse and weight, key."""
+    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+    safe_row = tl.maximum(row, 0)
+    sampled = ((row >= 0) & (tl.load(temperature_ptr + safe_row) > 0)).to(tl.int32)
+    draft = tl.load(draft_tokens_ptr + line)
+    refuses = sampled * (draft >= 0).to(tl.int32)
+    seed, position = tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line)
+    a, b = noise_key_device(seed, position, STREAM)
+    if refuses > 0:
+        a, b = noise_key_device(seed, position, RESIDUAL_STREAM)
+    with_q = refuses * 0
+    target_lse = tl.full((), 0.0, tl.float32)
+    draft_lse = tl.full((), 0.0, tl.float32)
+    weight = tl.full((), 1.0, tl.float32)
+    if HAS_Q:
+        with_q = refuses * (tl.load(draft_kind_ptr + line).to(tl.int32) == WITH_Q).to(tl.int32)
+        target_lse = tl.load(lse_ptr + line)
+        draft_lse = tl.load(lse_ptr + num_lines + line)
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + line)
+    column = tl.load(local_pos_ptr + line).to(tl.int64)
+    draft_logits_ptr += safe_row * draft_logits_row_stride + column * draft_logits_column_stride
+    return draft, sampled, with_q, draft_logits_ptr, target_lse, draft_lse, weight, a, b
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def _residual_bounds_kernel(
     logits_ptr,  # [L, V] float
     logits_stride,
     draft_tokens_ptr,  # [L] int64
@@ -42,10 +139,8 @@ def _residual_blocks_kernel(
     accepted_ptr,  # [L] int8
     lse_ptr,  # [2, L] float32: target, draft
     weight_ptr,  # [L] float32
-    block_max_ptr,  # [2, R, num_blocks] float32, out: of the residual, then of the target
-    block_arg_ptr,  # [2, R, num_blocks] int32, out
+    bounds_ptr,  # [R, num_blocks] float32, out
     num_lines,
-    num_cells,  # R * num_blocks
     num_blocks,
     vocab_size,
     STREAM: tl.constexpr,
@@ -62,56 +157,79 @@ def _residual_blocks_kernel(
     if lines_of_place <= 0:
         return
     line = start + count_accepted_device(accepted_ptr, start, lines_of_place, WIDTH).to(tl.int64)
-    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
-    safe_row = tl.maximum(row, 0)
-    temperature = tl.load(temperature_ptr + safe_row)
-    draft = tl.load(draft_tokens_ptr + line)
-    tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    inside = tokens < vocab_size
-    pointers = logits_ptr + line * logits_stride + tokens
-    target = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
-    residual = tl.full([BLOCK_SIZE], float("-inf"), tl.float32)
-    if tl.where(row >= 0, temperature, 0.0) > 0:
-        seed = tl.load(seeds_ptr + safe_row)
-        position = tl.load(positions_ptr + line)
-        if draft >= 0:
-            residual = tl.where(tokens == draft, float("-inf"), target)
-            if HAS_Q:  # noqa: SIM102 (known when compiling: drops the code beneath)
-                if tl.load(draft_kind_ptr + line).to(tl.int32) == WITH_Q:
-                    column = tl.load(local_pos_ptr + line).to(tl.int64)
-                    q_ptr = draft_logits_ptr + safe_row * draft_logits_row_stride
-                    q_ptr += column * draft_logits_column_stride
-                    q = tl.load(q_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
-                    rest = tl.exp(target - tl.load(lse_ptr + line))
-                    if HAS_WEIGHT:
-                        rest *= tl.load(weight_ptr + line)
-                    rest -= tl.exp(q - tl.load(lse_ptr + num_lines + line))
-                    positive = tl.where(rest > 0, rest, 1.0)
-                    residual = tl.where(rest > 0, tl.log(positive), float("-inf"))
-            a, b = noise_key_device(seed, position, RESIDUAL_STREAM)
-            residual += noise_gumbel_device(a, b, tokens)
-        a, b = noise_key_device(seed, position, STREAM)
-        target += noise_gumbel_device(a, b, tokens)
-    cell = place * num_blocks + block
-    best, token = best_token_device(residual, tokens, inside, vocab_size)
-    tl.store(block_max_ptr + cell, best)
-    tl.store(block_arg_ptr + cell, token)
-    cell += num_cells
-    best, token = best_token_device(target, tokens, inside, vocab_size)
-    tl.store(block_max_ptr + cell, best)
-    tl.store(block_arg_ptr + cell, token)
+    draft, sampled, with_q, q_ptr, target_lse, draft_lse, weight, a, b = _law_device(
+        draft_tokens_ptr,
+        draft_kind_ptr,
+        draft_logits_ptr,
+        draft_logits_row_stride,
+        draft_logits_column_stride,
+        idx_mapping_ptr,
+        local_pos_ptr,
+        positions_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        lse_ptr,
+        weight_ptr,
+        line,
+        num_lines,
+        STREAM=STREAM,
+        RESIDUAL_STREAM=RESIDUAL_STREAM,
+        HAS_Q=HAS_Q,
+        HAS_WEIGHT=HAS_WEIGHT,
+    )
+    if (sampled == 0) & (draft >= 0):
+        return  # the judgement knows the argmax
+    logits_ptr += line * logits_stride
+    scores, _, _ = _block_scores_device(
+        logits_ptr,
+        q_ptr,
+        block,
+        vocab_size,
+        draft,
+        with_q,
+        target_lse,
+        draft_lse,
+        weight,
+        a,
+        b,
+        sampled,
+        ROUGH=True,
+        HAS_Q=HAS_Q,
+        BLOCK_SIZE=BLOCK_SIZE,
+    )
+    tl.store(bounds_ptr + place * num_blocks + block, tl.max(scores, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_cells"])
+@triton.jit(do_not_specialize=["num_lines"])
 def _next_tokens_kernel(
+    logits_ptr,  # [L, V] float
+    logits_stride,
+    draft_tokens_ptr,  # [L] int64
+    draft_kind_ptr,  # [L] int8
+    draft_logits_ptr,  # [N, K, V] float
+    draft_logits_row_stride,
+    draft_logits_column_stride,
+    idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
+    local_pos_ptr,  # [L] int32
+    positions_ptr,  # [L] int64
+    temperature_ptr,  # [N] float32
+    seeds_ptr,  # [N] int64
     cu_num_logits_ptr,  # [R + 1] int32
     accepted_ptr,  # [L] int8
-    block_max_ptr,  # [2, R, num_blocks] float32: of the residual, then of the target
-    block_arg_ptr,  # [2, R, num_blocks] int32
+    lse_ptr,  # [2, L] float32: target, draft
+    weight_ptr,  # [L] float32
+    bounds_ptr,  # [R, num_blocks] float32
+    best_tokens_ptr,  # [L] int64, of greedy rows' lines that judge a draft
     next_tokens_ptr,  # [L] int64, out: written at the stop lines
-    num_cells,  # R * num_blocks
+    num_lines,
     num_blocks,
+    vocab_size,
+    STREAM: tl.constexpr,
+    RESIDUAL_STREAM: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -119,18 +237,86 @@ def _next_tokens_kernel(
     lines_of_place = tl.load(cu_num_logits_ptr + place + 1) - start
     if lines_of_place <= 0:
         return
-    line = start + count_accepted_device(accepted_ptr, start, lines_of_place, WIDTH)
-    first = place * num_blocks
-    best, residual_token = best_block_device(
-        block_max_ptr + first, block_arg_ptr + first, num_blocks, PADDED_BLOCKS
+    line = start + count_accepted_device(accepted_ptr, start, lines_of_place, WIDTH).to(tl.int64)
+    draft, sampled, with_q, q_ptr, target_lse, draft_lse, weight, a, b = _law_device(
+        draft_tokens_ptr,
+        draft_kind_ptr,
+        draft_logits_ptr,
+        draft_logits_row_stride,
+        draft_logits_column_stride,
+        idx_mapping_ptr,
+        local_pos_ptr,
+        positions_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        lse_ptr,
+        weight_ptr,
+        line,
+        num_lines,
+        STREAM=STREAM,
+        RESIDUAL_STREAM=RESIDUAL_STREAM,
+        HAS_Q=HAS_Q,
+        HAS_WEIGHT=HAS_WEIGHT,
     )
-    first += num_cells
-    _, target_token = best_block_device(
-        block_max_ptr + first, block_arg_ptr + first, num_blocks, PADDED_BLOCKS
-    )
+    if (sampled == 0) & (draft >= 0):
+        tl.store(next_tokens_ptr + line, tl.load(best_tokens_ptr + line))
+        return
+    logits_ptr += line * logits_stride
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    real = blocks < num_blocks
+    bounds = tl.load(bounds_ptr + place * num_blocks + blocks, mask=real, other=float("-inf"))
+    best = tl.full((), float("-inf"), tl.float32)
+    token = tl.full((), 0, tl.int32)
+    block = next_block_device(bounds, blocks, num_blocks, best)
+    while block >= 0:
+        scores, tokens, inside = _block_scores_device(
+            logits_ptr,
+            q_ptr,
+            block,
+            vocab_size,
+            draft,
+            with_q,
+            target_lse,
+            draft_lse,
+            weight,
+            a,
+            b,
+            sampled,
+            ROUGH=False,
+            HAS_Q=HAS_Q,
+            BLOCK_SIZE=BLOCK_SIZE,
+        )
+        block_best, block_token = best_token_device(scores, tokens, inside, vocab_size)
+        best, token = better_token_device(best, token, block_best, block_token)
+        bounds = tl.where(blocks == block, float("-inf"), bounds)
+        block = next_block_device(bounds, blocks, num_blocks, best)
+        # Without noise a bound is a score, and blocks that tie come in the order of the ids.
+        block = tl.where((sampled == 0) & (best > float("-inf")), -1, block)
     # Rounding can leave nothing of a residual whose mass is below the dtype's: p is then q up to
     # that rounding, and the draw falls back to p.
-    token = tl.where(best == float("-inf"), target_token, residual_token)
+    if (draft >= 0) & (best == float("-inf")):
+        row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+        a, b = noise_key_device(tl.load(seeds_ptr + row), tl.load(positions_ptr + line), STREAM)
+        for i in range(num_blocks):
+            scores, tokens, inside = _block_scores_device(
+                logits_ptr,
+                q_ptr,
+                i,
+                vocab_size,
+                -1,
+                0,
+                target_lse,
+                draft_lse,
+                weight,
+                a,
+                b,
+                sampled,
+                ROUGH=False,
+                HAS_Q=False,
+                BLOCK_SIZE=BLOCK_SIZE,
+            )
+            block_best, block_token = best_token_device(scores, tokens, inside, vocab_size)
+            best, token = better_token_device(best, token, block_best, block_token)
     tl.store(next_tokens_ptr + line, token.to(tl.int64))
 
 
@@ -151,12 +337,9 @@ def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream
     num_lines, vocab_size = logits.shape
     num_reqs = len(inputs.cu_num_logits) - 1
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
-    width = triton.next_power_of_2(max(inputs.max_num_logits, 1))
-    block_max = logits.new_empty(2, num_reqs, num_blocks, dtype=torch.float32)
-    block_arg = drafts.new_empty(2, num_reqs, num_blocks, dtype=torch.int32)
+    bounds = logits.new_empty(num_reqs, num_blocks, dtype=torch.float32)
     next_tokens = torch.empty_like(drafts)
-    accepted = judgement.accepted.view(torch.int8)
-    _residual_blocks_kernel[(num_reqs, num_blocks)](
+    shared = (
         logits,
         logits.stride(0),
         drafts,
@@ -168,31 +351,27 @@ def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream
         inputs.temperature,
         inputs.seeds,
         inputs.cu_num_logits,
-        accepted,
+        judgement.accepted.view(torch.int8),
         judgement.lse,
         judgement.lse if judgement.weight is None else judgement.weight,
-        block_max,
-        block_arg,
-        num_lines,
-        num_reqs * num_blocks,
-        num_blocks,
-        vocab_size,
-        STREAM=STREAM_TARGET,
-        RESIDUAL_STREAM=residual_stream,
-        HAS_Q=q is not None,
-        HAS_WEIGHT=judgement.weight is not None,
-        WIDTH=width,
-        BLOCK_SIZE=BLOCK_SIZE,
+        bounds,
     )
+    sizes = (num_lines, num_blocks, vocab_size)
+    choices = {
+        "STREAM": STREAM_TARGET,
+        "RESIDUAL_STREAM": residual_stream,
+        "HAS_Q": q is not None,
+        "HAS_WEIGHT": judgement.weight is not None,
+        "WIDTH": triton.next_power_of_2(max(inputs.max_num_logits, 1)),
+        "BLOCK_SIZE": BLOCK_SIZE,
+    }
+    _residual_bounds_kernel[(num_reqs, num_blocks)](*shared, *sizes, **choices)
     _next_tokens_kernel[(num_reqs,)](
-        inputs.cu_num_logits,
-        accepted,
-        block_max,
-        block_arg,
+        *shared,
+        next_tokens if judgement.best_tokens is None else judgement.best_tokens,
         next_tokens,
-        num_reqs * num_blocks,
-        num_blocks,
-        WIDTH=width,
+        *sizes,
+        **choices,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
     )
     return next_tokens
