@@ -7,13 +7,13 @@ Logits come processed: divided by the temperature and masked with -inf. Ties go 
 NaN counts as -inf, and every id lies inside the vocabulary.
 
 A line is cut into blocks and searched by branch and bound. One launch bounds the best score that a
-block can reach; as -log(1 - u) >= u, the noise of a token is at most
+block can reach. As -log(1 - u) >= u, and as the bits of a float, read as an integer, are its
+logarithm to within 0.0861 (log2(1 + m) >= m for m in [0, 1]), the noise of a token is at most
 
-    gumbel <= -log(u) = -ln 2 * log2(u)
+    gumbel <= -log(u) <= ln 2 * (127 - bits(u) / 2^23)
 
-which takes one logarithm by the hardware's rough instruction where the noise itself takes two exact
-ones. Another launch scores whole blocks exactly, from the highest bound down, until no block left
-can hold the best token: one block a line, nearly always.
+which takes no logarithm where the noise takes two. Another launch scores whole blocks exactly, from
+the highest bound down, until no block left can hold the best token: mostly one block a line.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
@@ -27,17 +27,18 @@ from torch import Tensor
 from runner.dispatch import use_triton
 from sampler.noise import (
     GUMBEL_MAX,
+    noise_bits_device,
     noise_gumbel,
     noise_gumbel_device,
     noise_key,
     noise_key_device,
-    noise_uniform_device,
 )
 
 BLOCK_SIZE = 1024  # tokens a program
-# The rough logarithm is within 2^-22 of the true one, relative to values up to 33 * ln 2; exact
-# scores are rounded too. A wider margin costs a second block in one line of some thousand.
-BOUND_MARGIN = tl.constexpr(1e-3)
+# ln 2 / 2^23: turns the bits of a float into its natural logarithm, nearly.
+LOG_OF_BITS = tl.constexpr(8.262958e-08)
+# Noise is -log(h / 2^32) for its 32 bits h; exact scores are rounded, hence the margin.
+NOISE_BOUND = tl.constexpr((127 + 32) * 0.6931471805599453 + 1e-3)
 
 
 @triton.jit
@@ -61,9 +62,12 @@ def best_block_device(max_ptr, arg_ptr, num_blocks, PADDED_BLOCKS: tl.constexpr)
 
 @triton.jit
 def score_bounds_device(scores, a, b, tokens):
-    """Return what `scores + noise_gumbel_device(a, b, tokens)` cannot exceed."""
-    u = noise_uniform_device(a, b, tokens)
-    return scores + (tl.log2(u) * -0.6931471805599453 + BOUND_MARGIN)
+    """Return what `scores + noise_gumbel_device(a, b, tokens)` cannot exceed, short of a constant.
+
+    `NOISE_BOUND` has to be added, to the largest of a block.
+    """
+    bits = noise_bits_device(a, b, tokens).to(tl.float32).to(tl.int32, bitcast=True)
+    return scores - bits.to(tl.float32) * LOG_OF_BITS
 
 
 @triton.jit
@@ -94,8 +98,10 @@ def _score_bounds_kernel(
         a, b = noise_key_device(
             tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line), STREAM
         )
-        scores = score_bounds_device(scores, a, b, tokens)
-    tl.store(bounds_ptr + line * num_blocks + block, tl.max(scores, axis=0))
+        bound = tl.max(score_bounds_device(scores, a, b, tokens), axis=0) + NOISE_BOUND
+    else:
+        bound = tl.max(scores, axis=0)
+    tl.store(bounds_ptr + line * num_blocks + block, bound)
 
 
 @triton.jit

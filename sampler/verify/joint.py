@@ -164,7 +164,7 @@ def _block_residuals_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    block = num_blocks - 1 - tl.program_id(1)  # what was read last may still be in L2
     cell = block_residual_ptr + line * num_blocks + block
     # A first line ends no run, and for a one-hot draft the sum is known: nothing is read.
     column = tl.load(local_pos_ptr + line).to(tl.int64)

@@ -1,4 +1,5 @@
-"""Draw the token after the accepted drafts, as rejection sampling and block verification do.
+"""Draw the token after the accepted drafts, as rejection sampling and block verification do, and
+lay out the run.
 
     after a rejection:       a draw of max(w p - q, 0);    p without d where draft d is one-hot
     after the last draft:    a draw of p
@@ -13,6 +14,8 @@ Blocks are bounded and searched as in `sampler.gumbel`.
 # A launch gives plain integers to parameters annotated tl.constexpr.
 # pyright: reportArgumentType=false
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +24,8 @@ from torch import Tensor
 from runner.dispatch import use_triton
 from sampler.gumbel import (
     BLOCK_SIZE,
+    LOG_OF_BITS,
+    NOISE_BOUND,
     best_token_device,
     better_token_device,
     gumbel_sample,
@@ -28,9 +33,12 @@ from sampler.gumbel import (
     score_bounds_device,
 )
 from sampler.noise import STREAM_TARGET, noise_gumbel_device, noise_key_device
-from sampler.verify.chain import count_accepted_device, num_accepted_ref
+from sampler.verify.chain import assemble_run_ref, count_accepted_device, num_accepted_ref
 from sampler.verify.judge import WITH_Q, Judgement, draft_logits_arguments
-from specdec.protocols import DRAFT_KIND_WITH_Q, VerifyInputs
+from specdec.protocols import DRAFT_KIND_WITH_Q, VerifyInputs, VerifyOutputs
+
+# log2(x) <= bits(x) / 2^23 - 127 + 0.0861
+_REST_BOUND = tl.constexpr((0.0861 - 127) * 0.6931471805599453)
 
 
 @triton.jit
@@ -51,7 +59,10 @@ def _block_scores_device(
     HAS_Q: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Return the noisy scores of a block of a law, or their bounds, its tokens and which exist."""
+    """Return the noisy scores of a block of a law, its tokens and which of them exist.
+
+    Bounds of noisy scores lack `NOISE_BOUND`.
+    """
     tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = tokens < vocab_size
     target = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
@@ -61,8 +72,9 @@ def _block_scores_device(
             q = tl.load(q_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
             rest = weight * tl.exp(target - target_lse) - tl.exp(q - draft_lse)
             positive = tl.where(rest > 0, rest, 1.0)
-            if ROUGH:
-                scores = tl.log2(positive) * 0.6931471805599453
+            if ROUGH:  # above the logarithm by at most 0.0861 * ln 2
+                bits = positive.to(tl.int32, bitcast=True)
+                scores = bits.to(tl.float32) * LOG_OF_BITS + _REST_BOUND
             else:
                 scores = tl.log(positive)
             scores = tl.where(rest > 0, scores, float("-inf"))
@@ -151,7 +163,7 @@ def _residual_bounds_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    block = num_blocks - 1 - tl.program_id(1)  # what was read last may still be in L2
     start = tl.load(cu_num_logits_ptr + place)
     lines_of_place = tl.load(cu_num_logits_ptr + place + 1) - start
     if lines_of_place <= 0:
@@ -197,11 +209,12 @@ def _residual_bounds_kernel(
         HAS_Q=HAS_Q,
         BLOCK_SIZE=BLOCK_SIZE,
     )
-    tl.store(bounds_ptr + place * num_blocks + block, tl.max(scores, axis=0))
+    bound = tl.max(scores, axis=0) + tl.where(sampled > 0, NOISE_BOUND, 0.0)
+    tl.store(bounds_ptr + place * num_blocks + block, bound)
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def _next_tokens_kernel(
+def _draw_runs_kernel(
     logits_ptr,  # [L, V] float
     logits_stride,
     draft_tokens_ptr,  # [L] int64
@@ -220,7 +233,10 @@ def _next_tokens_kernel(
     weight_ptr,  # [L] float32
     bounds_ptr,  # [R, num_blocks] float32
     best_tokens_ptr,  # [L] int64, of greedy rows' lines that judge a draft
-    next_tokens_ptr,  # [L] int64, out: written at the stop lines
+    kept_tokens_ptr,  # [L] int64, the drafts as they are emitted
+    sampled_tokens_ptr,  # [R, W] int64, out
+    num_sampled_ptr,  # [R] int32, out
+    max_num_logits,
     num_lines,
     num_blocks,
     vocab_size,
@@ -236,6 +252,11 @@ def _next_tokens_kernel(
     start = tl.load(cu_num_logits_ptr + place)
     lines_of_place = tl.load(cu_num_logits_ptr + place + 1) - start
     if lines_of_place <= 0:
+        nothing = tl.full([WIDTH], -1, tl.int64)
+        j = tl.arange(0, WIDTH)
+        out = sampled_tokens_ptr + place * max_num_logits + j
+        tl.store(out, nothing, mask=j < max_num_logits)
+        tl.store(num_sampled_ptr + place, 0)
         return
     line = start + count_accepted_device(accepted_ptr, start, lines_of_place, WIDTH).to(tl.int64)
     draft, sampled, with_q, q_ptr, target_lse, draft_lse, weight, a, b = _law_device(
@@ -258,13 +279,12 @@ def _next_tokens_kernel(
         HAS_Q=HAS_Q,
         HAS_WEIGHT=HAS_WEIGHT,
     )
-    if (sampled == 0) & (draft >= 0):
-        tl.store(next_tokens_ptr + line, tl.load(best_tokens_ptr + line))
-        return
     logits_ptr += line * logits_stride
     blocks = tl.arange(0, PADDED_BLOCKS)
-    real = blocks < num_blocks
-    bounds = tl.load(bounds_ptr + place * num_blocks + blocks, mask=real, other=float("-inf"))
+    known = (sampled == 0) & (draft >= 0)  # to the judgement: nothing is searched
+    num_bounds = tl.where(known, 0, num_blocks)
+    bounds_ptr += place * num_blocks
+    bounds = tl.load(bounds_ptr + blocks, mask=blocks < num_bounds, other=float("-inf"))
     best = tl.full((), float("-inf"), tl.float32)
     token = tl.full((), 0, tl.int32)
     block = next_block_device(bounds, blocks, num_blocks, best)
@@ -294,7 +314,7 @@ def _next_tokens_kernel(
         block = tl.where((sampled == 0) & (best > float("-inf")), -1, block)
     # Rounding can leave nothing of a residual whose mass is below the dtype's: p is then q up to
     # that rounding, and the draw falls back to p.
-    if (draft >= 0) & (best == float("-inf")):
+    if (sampled > 0) & (draft >= 0) & (best == float("-inf")):
         row = tl.load(idx_mapping_ptr + line).to(tl.int64)
         a, b = noise_key_device(tl.load(seeds_ptr + row), tl.load(positions_ptr + line), STREAM)
         for i in range(num_blocks):
@@ -317,28 +337,41 @@ def _next_tokens_kernel(
             )
             block_best, block_token = best_token_device(scores, tokens, inside, vocab_size)
             best, token = better_token_device(best, token, block_best, block_token)
-    tl.store(next_tokens_ptr + line, token.to(tl.int64))
+    next_token = token.to(tl.int64)
+    if known:
+        next_token = tl.load(best_tokens_ptr + line)
+    j = tl.arange(0, WIDTH)
+    num_accepted = line - start
+    kept = tl.load(kept_tokens_ptr + start + j, mask=j < num_accepted, other=-1)
+    run = tl.where(j == num_accepted, next_token, kept)
+    out = sampled_tokens_ptr + place * max_num_logits + j
+    tl.store(out, run, mask=j < max_num_logits)
+    tl.store(num_sampled_ptr + place, (num_accepted + 1).to(tl.int32))
 
 
-def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream: int) -> Tensor:
-    """Draw at each place's stop line: from the residual if it refused a draft, else the target.
+def draw_runs(
+    inputs: VerifyInputs, judgement: Judgement, residual_stream: int, refuses: bool = True
+) -> VerifyOutputs:
+    """Lay out each place's accepted drafts, and draw the token after them.
 
     Args:
         inputs: the step.
         judgement: of its drafts.
         residual_stream: noise stream of the draws from the residual.
-
-    Returns:
-        tokens [L] int64, which mean something at the stop lines alone.
+        refuses: False draws from the target whether or not a draft was refused.
     """
-    logits, drafts, q = inputs.logits, inputs.draft_tokens, inputs.draft_logits
-    if not use_triton(logits):
-        return draw_next_tokens_ref(inputs, judgement, residual_stream)
+    if not use_triton(inputs.logits):
+        return draw_runs_ref(inputs, judgement, residual_stream, refuses)
+    kept_tokens, logits = inputs.draft_tokens, inputs.logits
+    if not refuses:
+        inputs = _without_drafts(inputs)
+    drafts, q = inputs.draft_tokens, inputs.draft_logits
     num_lines, vocab_size = logits.shape
     num_reqs = len(inputs.cu_num_logits) - 1
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     bounds = logits.new_empty(num_reqs, num_blocks, dtype=torch.float32)
-    next_tokens = torch.empty_like(drafts)
+    sampled_tokens = drafts.new_empty(num_reqs, inputs.max_num_logits)
+    num_sampled = drafts.new_empty(num_reqs, dtype=torch.int32)
     shared = (
         logits,
         logits.stride(0),
@@ -366,21 +399,44 @@ def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream
         "BLOCK_SIZE": BLOCK_SIZE,
     }
     _residual_bounds_kernel[(num_reqs, num_blocks)](*shared, *sizes, **choices)
-    _next_tokens_kernel[(num_reqs,)](
+    _draw_runs_kernel[(num_reqs,)](
         *shared,
-        next_tokens if judgement.best_tokens is None else judgement.best_tokens,
-        next_tokens,
+        kept_tokens if judgement.best_tokens is None else judgement.best_tokens,
+        kept_tokens,
+        sampled_tokens,
+        num_sampled,
+        inputs.max_num_logits,
         *sizes,
         **choices,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
     )
-    return next_tokens
+    return VerifyOutputs(sampled_tokens, num_sampled)
 
 
-def draw_next_tokens_ref(
-    inputs: VerifyInputs, judgement: Judgement, residual_stream: int
-) -> Tensor:
-    """Torch twin of `draw_next_tokens`."""
+def _without_drafts(inputs: VerifyInputs) -> VerifyInputs:
+    """Return a step whose lines judge nothing."""
+    none = torch.full_like(inputs.draft_tokens, -1)
+    return dataclasses.replace(inputs, draft_tokens=none, draft_logits=None)
+
+
+def draw_runs_ref(
+    inputs: VerifyInputs, judgement: Judgement, residual_stream: int, refuses: bool = True
+) -> VerifyOutputs:
+    """Torch twin of `draw_runs`."""
+    next_tokens = _next_tokens_ref(
+        inputs if refuses else _without_drafts(inputs), judgement, residual_stream
+    )
+    return assemble_run_ref(
+        judgement.accepted,
+        inputs.draft_tokens,
+        next_tokens,
+        inputs.cu_num_logits,
+        inputs.max_num_logits,
+    )
+
+
+def _next_tokens_ref(inputs: VerifyInputs, judgement: Judgement, residual_stream: int) -> Tensor:
+    """Return the token that each place's stop line draws, at that line of [L] int64."""
     starts = inputs.cu_num_logits[:-1].long()
     count = num_accepted_ref(judgement.accepted, inputs.cu_num_logits, inputs.max_num_logits)
     # A place without lines repeats another one's draw: what is drawn depends on the line alone.
