@@ -34,7 +34,7 @@ from sampler.noise import (
     noise_key_device,
 )
 
-BLOCK_SIZE = 1024  # tokens a program
+BLOCK_SIZE = 2048  # tokens a program
 # ln 2 / 2^23: turns the bits of a float into its natural logarithm, nearly.
 LOG_OF_BITS = tl.constexpr(8.262958e-08)
 # Noise is -log(h / 2^32) for its 32 bits h; exact scores are rounded, hence the margin.
@@ -208,6 +208,7 @@ def gumbel_sample(
         STREAM=stream,
         BLOCK_SIZE=BLOCK_SIZE,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=8,  # few programs, each of which scores one block as fast as it can
     )
     return tokens
 

@@ -37,6 +37,7 @@ from sampler.verify.chain import assemble_run_ref, count_accepted_device, num_ac
 from sampler.verify.judge import WITH_Q, Judgement, draft_logits_arguments
 from specdec.protocols import DRAFT_KIND_WITH_Q, VerifyInputs, VerifyOutputs
 
+_MAX_PROGRAMS = 1024  # of the bounds, about what a large GPU holds at once
 # log2(x) <= bits(x) / 2^23 - 127 + 0.0861
 _REST_BOUND = tl.constexpr((0.0861 - 127) * 0.6931471805599453)
 
@@ -163,7 +164,6 @@ def _residual_bounds_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
-    block = num_blocks - 1 - tl.program_id(1)  # what was read last may still be in L2
     start = tl.load(cu_num_logits_ptr + place)
     lines_of_place = tl.load(cu_num_logits_ptr + place + 1) - start
     if lines_of_place <= 0:
@@ -192,25 +192,30 @@ def _residual_bounds_kernel(
     if (sampled == 0) & (draft >= 0):
         return  # the judgement knows the argmax
     logits_ptr += line * logits_stride
-    scores, _, _ = _block_scores_device(
-        logits_ptr,
-        q_ptr,
-        block,
-        vocab_size,
-        draft,
-        with_q,
-        target_lse,
-        draft_lse,
-        weight,
-        a,
-        b,
-        sampled,
-        ROUGH=True,
-        HAS_Q=HAS_Q,
-        BLOCK_SIZE=BLOCK_SIZE,
-    )
-    bound = tl.max(scores, axis=0) + tl.where(sampled > 0, NOISE_BOUND, 0.0)
-    tl.store(bounds_ptr + place * num_blocks + block, bound)
+    bounds_ptr += place * num_blocks
+    # A program takes several blocks, for what it loads before the first takes longer than one. From
+    # the end, because what was read last may still be in L2.
+    for i in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
+        block = num_blocks - 1 - i
+        scores, _, _ = _block_scores_device(
+            logits_ptr,
+            q_ptr,
+            block,
+            vocab_size,
+            draft,
+            with_q,
+            target_lse,
+            draft_lse,
+            weight,
+            a,
+            b,
+            sampled,
+            ROUGH=True,
+            HAS_Q=HAS_Q,
+            BLOCK_SIZE=BLOCK_SIZE,
+        )
+        bound = tl.max(scores, axis=0) + tl.where(sampled > 0, NOISE_BOUND, 0.0)
+        tl.store(bounds_ptr + block, bound)
 
 
 @triton.jit(do_not_specialize=["num_lines"])
@@ -398,7 +403,8 @@ def draw_runs(
         "WIDTH": triton.next_power_of_2(max(inputs.max_num_logits, 1)),
         "BLOCK_SIZE": BLOCK_SIZE,
     }
-    _residual_bounds_kernel[(num_reqs, num_blocks)](*shared, *sizes, **choices)
+    num_programs = min(num_blocks, triton.cdiv(_MAX_PROGRAMS, num_reqs))
+    _residual_bounds_kernel[(num_reqs, num_programs)](*shared, *sizes, **choices)
     _draw_runs_kernel[(num_reqs,)](
         *shared,
         kept_tokens if judgement.best_tokens is None else judgement.best_tokens,
@@ -409,6 +415,7 @@ def draw_runs(
         *sizes,
         **choices,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=8,  # few programs, each of which scores one block as fast as it can
     )
     return VerifyOutputs(sampled_tokens, num_sampled)
 
