@@ -251,6 +251,11 @@ def stop_lines(inputs: VerifyInputs, accepted: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", VERIFICATIONS)
 def test_judgements_and_draws_are_the_twins(device: torch.device, case: dict) -> None:
+    compare_judgements(case, device)
+
+
+def compare_judgements(case: dict, device: torch.device) -> None:
+    """Hold the judgement of lines, and the runs that are drawn, to the twins."""
     inputs = verify_inputs(case, device)
     before = {
         name: tensor.clone() for name, tensor in vars(inputs).items() if isinstance(tensor, Tensor)
