@@ -25,6 +25,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "ngram": "drafters.ngram",
         "oracle": "drafters.oracle",
         "draft_model": "drafters.draft_model",
+        "layer_skip": "drafters.layer_skip",
+        "medusa": "drafters.medusa",
     },
     "verifier": {
         "greedy": "sampler.verify.greedy",

@@ -4,6 +4,7 @@ The runner feeds one sequence of T tokens that belong to any number of requests;
 (`runner.attention`), registered through transformers' attention interface, keeps them apart.
 """
 
+import copy
 import logging
 from typing import Any
 
@@ -74,6 +75,19 @@ class HFModel:
             self.dtype,
             self.device,
         )
+
+    def first_layers(self, num_layers: int) -> "HFModel":
+        """Return a model of the first layers, with this one's embedding, norm and head.
+
+        Every module is shared: it has no weights of its own.
+        """
+        decoder = copy.copy(self.decoder)
+        own: Any = self.decoder.layers
+        # A module's copy still has the very table of its original's children.
+        decoder._modules = {**self.decoder._modules, "layers": nn.ModuleList(own[:num_layers])}
+        model = copy.copy(self)
+        model.decoder, model.num_layers = decoder, num_layers
+        return model
 
     @torch.inference_mode()
     def forward(
