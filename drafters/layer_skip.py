@@ -49,7 +49,7 @@ class LayerSkipDrafter(AutoregressiveDrafter):
         Raises:
             ConfigError: the target has no layer to skip.
         """
-        num_layers, own = self.config.num_layers, target.model.num_layers
+        num_layers, own = self.config.num_layers, len(target.model.layers)
         if num_layers >= own:
             raise ConfigError(
                 f"drafter layer_skip: num_layers={num_layers} is not allowed, the target has {own} "

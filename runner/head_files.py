@@ -51,13 +51,20 @@ def write_head(path: str | Path, config: Mapping[str, Any], tensors: Mapping[str
 
 
 def check_shape(path: str, name: str, tensor: Tensor, wanted: tuple[int, ...], why: str) -> None:
-    """Refuse a tensor of another shape than the target gives it.
+    """Refuse a tensor of another shape than it must have.
+
+    Args:
+        path: folder of the head.
+        name: of the tensor.
+        tensor: as it was read.
+        wanted: its shape.
+        why: what the wanted shape follows from.
 
     Raises:
-        WeightsError: names both shapes, and what the wanted one follows from.
+        WeightsError: names both shapes.
     """
     if tuple(tensor.shape) != wanted:
         raise WeightsError(
-            f"head {path!r}: tensor {name!r} has shape {list(tensor.shape)}, this target needs "
+            f"head {path!r}: tensor {name!r} has shape {list(tensor.shape)}, needed is "
             f"{list(wanted)} ({why}); give a head that was trained for this target"
         )

@@ -27,6 +27,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "draft_model": "drafters.draft_model",
         "layer_skip": "drafters.layer_skip",
         "medusa": "drafters.medusa",
+        "block_parallel": "drafters.block_parallel",
     },
     "verifier": {
         "greedy": "sampler.verify.greedy",

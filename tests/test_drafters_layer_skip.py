@@ -90,8 +90,8 @@ def test_kv_is_that_of_the_first_layers_over_the_committed_text(
 
 @pytest.mark.parametrize("num_layers", [0, -1, LAYERS, LAYERS + 5])
 def test_layers_that_the_target_has_not_to_give_are_refused(num_layers: int) -> None:
+    drafter = {"name": "layer_skip", "num_layers": num_layers}
     with pytest.raises(ConfigError, match=f"num_layers={num_layers} is not allowed"):
-        drafter = {"name": "layer_skip", "num_layers": num_layers}
         LLM(tiny_target(tiny_model()), drafter, "greedy", max_model_len=64)
 
 
@@ -99,5 +99,5 @@ def test_a_change_of_the_target_changes_its_first_layers() -> None:
     whole = HFModel(copy.deepcopy(tiny_model()))
     first = whole.first_layers(1)
     with torch.no_grad():
-        whole.decoder.layers[0].mlp.down_proj.weight.zero_()  # pyright: ignore
-    assert not first.decoder.layers[0].mlp.down_proj.weight.any()  # pyright: ignore
+        whole.layers[0].mlp.down_proj.weight.zero_()  # pyright: ignore
+    assert not first.layers[0].mlp.down_proj.weight.any()  # pyright: ignore

@@ -84,12 +84,12 @@ class HFModel:
 
         Every module is shared: it has no weights of its own.
         """
+        layers = nn.ModuleList(self.layers[:num_layers])
         decoder = copy.copy(self.decoder)
-        own: Any = self.decoder.layers
         # A module's copy still has the very table of its original's children.
-        decoder._modules = {**self.decoder._modules, "layers": nn.ModuleList(own[:num_layers])}
+        decoder._modules = {**self.decoder._modules, "layers": layers}
         model = copy.copy(self)
-        model.decoder, model.num_layers = decoder, num_layers
+        model.decoder, model.layers, model.num_layers = decoder, list(layers), num_layers
         return model
 
     @torch.inference_mode()
