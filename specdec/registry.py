@@ -27,6 +27,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "draft_model": "drafters.draft_model",
         "layer_skip": "drafters.layer_skip",
         "medusa": "drafters.medusa",
+        "eagle": "drafters.eagle",
+        "eagle3": "drafters.eagle3",
     },
     "verifier": {
         "greedy": "sampler.verify.greedy",

@@ -31,6 +31,8 @@ PRESETS = ("experiment", "debug")
 NEEDED = {
     "drafter=plugin": ["drafter.name=ngram"],
     "drafter=medusa": ["drafter.path=heads"],
+    "drafter=eagle": ["drafter.path=head"],
+    "drafter=eagle3": ["drafter.path=head"],
     "verifier=plugin": ["verifier.name=greedy"],
     "verifier=synthetic": ["verifier.mean_length=2"],
     "prompts=file": ["prompts.path=questions.jsonl"],
