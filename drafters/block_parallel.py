@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.base import DrafterBase
 from drafters.draft_sampling import DraftSampler, DraftSamplingConfig
@@ -102,22 +103,30 @@ class BlockParallelHead(nn.Module):
         self.merge = nn.Linear(2 * size, size, bias=False)
         self.mask_embedding = nn.Parameter(torch.randn(size))
         self.mask_feature = nn.Parameter(torch.randn(size))
-        self.body: Any = LlamaModel(
-            LlamaConfig(
-                vocab_size=1,
-                hidden_size=size,
-                intermediate_size=sizes.intermediate_size,
-                num_hidden_layers=sizes.num_layers,
-                num_attention_heads=sizes.num_heads,
-                num_key_value_heads=sizes.num_kv_heads,
-                head_dim=sizes.head_size,
-                rms_norm_eps=eps,
-                rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
-                max_position_embeddings=sizes.max_positions,
-                attn_implementation=ATTENTION_NAME,
-            )
+        config = LlamaConfig(
+            vocab_size=1,
+            hidden_size=size,
+            intermediate_size=sizes.intermediate_size,
+            num_hidden_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_heads,
+            num_key_value_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_size,
+            rms_norm_eps=eps,
+            rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+            max_position_embeddings=sizes.max_positions,
+            attn_implementation=ATTENTION_NAME,
         )
+        self.body: Any = LlamaModel(config)
         self.body.embed_tokens = None  # it is given embeddings: the target's, and the mask's
+        # Not on the meta device, where a head is built whose weights are read afterwards.
+        with torch.device("cpu"):
+            self.body.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the weights; the frequencies of the positions stay float32."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+        self.to(device)
 
     def inputs(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """Return the decoder layers' inputs [T, hidden] where tokens are known.
@@ -160,8 +169,9 @@ class BlockParallelDrafter(DrafterBase):
             WeightsError: it cannot be read, or fits another target.
         """
         head = load_block_parallel(self.config.path, target.hidden_size)
-        self.head = head.to(target.device, target.dtype).requires_grad_(False).eval()
+        head.place(target.device, target.dtype)
         pack_linears(head)
+        self.head = head.requires_grad_(False).eval()
         self._target: Any = target.model
         self._embedding: nn.Module = self._target.model.get_input_embeddings()
         self._dtype = target.dtype
@@ -249,7 +259,8 @@ def load_block_parallel(path: str, hidden_size: int) -> BlockParallelHead:
     known = [f.name for f in fields(BlockParallelSizes)]
     try:
         sizes = BlockParallelSizes(**config)
-        head = BlockParallelHead(sizes)
+        with torch.device("meta"):
+            head = BlockParallelHead(sizes)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise WeightsError(
@@ -267,5 +278,5 @@ def load_block_parallel(path: str, hidden_size: int) -> BlockParallelHead:
         raise WeightsError(f"head {path!r} {what} tensor {name!r}; copy it again from its source")
     for name, tensor in tensors.items():
         check_shape(path, name, tensor, tuple(wanted[name].shape), "sizes in config.json")
-    head.load_state_dict(tensors)
+    head.load_state_dict(tensors, assign=True)
     return head

@@ -28,6 +28,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "layer_skip": "drafters.layer_skip",
         "medusa": "drafters.medusa",
         "block_parallel": "drafters.block_parallel",
+        "eagle": "drafters.eagle",
+        "eagle3": "drafters.eagle3",
     },
     "verifier": {
         "greedy": "sampler.verify.greedy",

@@ -10,11 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.block_parallel import BlockParallelConfig, load_block_parallel
+from drafters.block_parallel import (
+    BlockParallelConfig,
+    BlockParallelDrafter,
+    load_block_parallel,
+)
 from runner import head_inputs
+from runner.models.hf import HFModel
 from specdec import LLM, SamplingParams
 from specdec.errors import ConfigError, WeightsError
-from specdec.protocols import DraftContext
+from specdec.protocols import DraftContext, TargetView
 from tests.block_parallel_reference import SIZES, PlainHead, random_head, save_random
 from tests.models import random_prompts, tiny_model, tiny_target
 
@@ -152,6 +157,15 @@ def test_saved_heads_load_as_they_were(tmp_path: Path) -> None:
     assert head.sizes == replace(SIZES, aux_layers=list(SIZES.aux_layers))
     for name, tensor in random_head().state_dict().items():
         assert torch.equal(head.state_dict()[name], tensor)
+
+
+def test_frequencies_of_positions_stay_float32_in_a_bf16_head(path: str) -> None:
+    target = HFModel(tiny_model("llama", vocab_size=V).bfloat16())
+    drafter = BlockParallelDrafter(BlockParallelConfig(path=path))
+    drafter.load(TargetView(target, V, 64, torch.bfloat16, torch.device("cpu"), K, 48))
+    expected = SIZES.rope_theta ** (-torch.arange(0, SIZES.head_size, 2) / SIZES.head_size)
+    torch.testing.assert_close(drafter.head.body.rotary_emb.inv_freq, expected)
+    assert drafter.head.mask_feature.dtype == torch.bfloat16
 
 
 def edit(folder: Path, **changes: Any) -> str:

@@ -32,6 +32,8 @@ NEEDED = {
     "drafter=plugin": ["drafter.name=ngram"],
     "drafter=medusa": ["drafter.path=heads"],
     "drafter=block_parallel": ["drafter.path=head"],
+    "drafter=eagle": ["drafter.path=head"],
+    "drafter=eagle3": ["drafter.path=head"],
     "verifier=plugin": ["verifier.name=greedy"],
     "verifier=synthetic": ["verifier.mean_length=2"],
     "prompts=file": ["prompts.path=questions.jsonl"],

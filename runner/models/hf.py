@@ -41,7 +41,7 @@ class HFModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
-        _refuse(config)
+        refuse_unsound(config)
         self.model = model.eval().requires_grad_(False)
         self.decoder: nn.Module = model.get_decoder()
         self.layers: Sequence[nn.Module] = getattr(self.decoder, "layers", [])
@@ -207,8 +207,12 @@ class HFModel:
         return torch.cat(logits)
 
 
-def _refuse(config: Any) -> None:
-    """Refuse what would run and be wrong."""
+def refuse_unsound(config: Any) -> None:
+    """Refuse what would run and be wrong.
+
+    Raises:
+        UnsupportedError: says what.
+    """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "num_key_value_heads"):
         raise UnsupportedError(f"model type {kind!r} is no decoder with a KV cache of heads")
