@@ -114,8 +114,8 @@ class BlockParallelHead(nn.Module):
             rms_norm_eps=eps,
             rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
             max_position_embeddings=sizes.max_positions,
-            attn_implementation=ATTENTION_NAME,
         )
+        config._attn_implementation = ATTENTION_NAME
         self.body: Any = LlamaModel(config)
         self.body.embed_tokens = None  # it is given embeddings: the target's, and the mask's
         # Not on the meta device, where a head is built whose weights are read afterwards.

@@ -88,6 +88,7 @@ def test_every_group_has_its_default_options() -> None:
     assert set(options(GROUPS + PRESETS)) >= {
         *("target=smollm2", "target=llama31-8b", "target=qwen3-8b"),
         *("drafter=none", "drafter=ngram", "drafter=oracle", "drafter=draft_model"),
+        *("drafter=layer_skip", "drafter=medusa", "drafter=block_parallel"),
         *("verifier=greedy", "verifier=rejection", "verifier=sampled_match", "verifier=block"),
         *("verifier=coupled", "verifier=typical", "verifier=synthetic"),
         *("sampling=greedy", "sampling=temp08", "prompts=builtin", "prompts=file"),
@@ -160,6 +161,9 @@ def test_the_command_line_wins_over_a_preset() -> None:
         (["engine.max_num_batched_tokens=3"], ["engine.max_num_batched_tokens=3", "at least 5"]),
         (["verifier=greedy", "sampling=temp08"], ["verifier=greedy", "0.8", "rejection"]),
         (["drafter=draft_model", "drafter.model=''"], ["draft_model", "model="]),
+        (["drafter=medusa"], ["drafter.path"]),
+        (["drafter=block_parallel", "drafter.path=''"], ["block_parallel", "path="]),
+        (["drafter=layer_skip", "drafter.num_layers=0"], ["num_layers=0", "1 or more"]),
         (["drafter=draft_model", "drafter.sampling=x"], ["drafter.sampling='x'", "'gumbel'"]),
         (["drafter=oracle", "drafter.rates=[2]"], ["rate 2", "[0, 1]"]),
         (["drafter=plugin"], ["drafter.name", "no value"]),
