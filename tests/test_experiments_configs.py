@@ -161,7 +161,7 @@ def test_the_command_line_wins_over_a_preset() -> None:
         (["engine.max_num_batched_tokens=3"], ["engine.max_num_batched_tokens=3", "at least 5"]),
         (["verifier=greedy", "sampling=temp08"], ["verifier=greedy", "0.8", "rejection"]),
         (["drafter=draft_model", "drafter.model=''"], ["draft_model", "model="]),
-        (["drafter=medusa"], ["drafter.path"]),
+        (["drafter=medusa"], ["drafter medusa needs path="]),
         (["drafter=block_parallel", "drafter.path=''"], ["block_parallel", "path="]),
         (["drafter=layer_skip", "drafter.num_layers=0"], ["num_layers=0", "1 or more"]),
         (["drafter=draft_model", "drafter.sampling=x"], ["drafter.sampling='x'", "'gumbel'"]),
