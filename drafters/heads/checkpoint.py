@@ -2,7 +2,7 @@
 
     EAGLE repository    the config of a Llama with one layer; `fc`, and `layers.0` for EAGLE or
                         `midlayer` for EAGLE-3
-    SpecForge           as EAGLE-3 there; the config has `eagle_config`, or an architecture ...Eagle3
+    SpecForge           as EAGLE-3 there; the config has `eagle_config` or an architecture *Eagle3
     speculators         the config has `speculators_model_type` and `transformer_layer_config`;
                         `fusion_fc` and `transformer` for EAGLE, `fc` and `layers.0` for EAGLE-3
 
