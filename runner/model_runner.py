@@ -22,6 +22,7 @@ from torch import Tensor
 from runner.async_output import AsyncOutput, OutputRing, PromptTensor, StepTensors
 from runner.buffers import StagedTables
 from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
+from runner.features import Features, FixedInputs
 from runner.input_batch import InputBatch, InputBuffers, StepPlan, padding_plan
 from runner.kv_cache import PagedKVCache
 from runner.memory import choose_num_kv_blocks
@@ -163,7 +164,7 @@ class ModelRunner:
             largest: requests of the largest fixed shape.
         """
         wants, config, device = self.drafter.capabilities, self.config, self.device
-        check_wants(self.drafter, config.token_table)
+        check_wants(self.drafter, config.token_table, len(self.target.layers))
         k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
@@ -182,15 +183,7 @@ class ModelRunner:
                 wants.kv.dtype,
                 device,
             )
-        # What a drafter's graph reads of a target that ran outside of it, at fixed addresses.
-        # Each allocated alone: kernels are compiled for the alignment of their arguments.
-        counts = [torch.zeros(largest, dtype=torch.int32, device=device) for _ in range(3)]
-        no_tokens = torch.empty(largest, 0, dtype=torch.int64, device=device)
-        self._fixed_outcome = StepTensors(no_tokens, counts[0], counts[1], no_tokens, counts[2])
-        self._fixed_hidden: Tensor | None = None
-        if wants.hidden_states == "last":
-            shape = (largest * (k + 1), self.target.hidden_size)
-            self._fixed_hidden = torch.zeros(shape, dtype=self.target.dtype, device=device)
+        self._fixed = FixedInputs(largest, k + 1, self.target, wants)
 
     def _bind_drafter(self) -> None:
         """Give the drafter its views and buffers."""
@@ -264,11 +257,11 @@ class ModelRunner:
     def _graph_functions(self, size: int, plain: bool) -> dict[Part, Callable[[], Any]]:
         """Return what each part runs at a size."""
         batch, step = self._fixed_batch(size, plain), self._step
-        outcome, hidden = self._fixed_inputs(batch)
+        outcome, features = self._fixed_inputs(batch)
         return {
             "step": partial(step.run, batch),
             "target": partial(step.run_target, batch),
-            "draft": partial(step.run_drafter, batch, hidden, outcome),
+            "draft": partial(step.run_drafter, batch, features, outcome),
             "propose": partial(step.propose, batch, outcome),
         }
 
@@ -281,18 +274,9 @@ class ModelRunner:
             self._fixed_batches[key] = dataclasses.replace(batch, plain=plain)
         return self._fixed_batches[key]
 
-    def _fixed_inputs(self, batch: InputBatch) -> tuple[StepTensors, Tensor | None]:
-        """Return the fixed tensors that stand for a target's outcome, and for its hidden states."""
-        fixed, n = self._fixed_outcome, batch.num_reqs
-        outcome = StepTensors(
-            fixed.sampled_tokens[:n],
-            fixed.num_sampled[:n],
-            fixed.num_rejected[:n],
-            fixed.num_judged[:n],
-            fixed.num_drafts[:n],
-        )
-        hidden = self._fixed_hidden
-        return outcome, None if hidden is None else hidden[: batch.num_tokens]
+    def _fixed_inputs(self, batch: InputBatch) -> tuple[StepTensors, Features]:
+        """Return the fixed tensors that stand for a target's outcome, and for its features."""
+        return self._fixed.outcome(batch.num_reqs), self._fixed.features(batch.num_tokens)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -398,25 +382,24 @@ class ModelRunner:
         target = GraphKey("target", batch.num_reqs, k, k, batch.plain)
         draft = GraphKey("draft", batch.num_reqs, k, k)
         if target in self.graphs:
-            hidden, outcome = self.graphs.launch(target)
+            features, outcome = self.graphs.launch(target)
             if timer is not None:
                 timer.end("inputs, target, verify")
         else:
             self.graphs.count_eager("target", f"graph_scope is {scope}")
-            hidden, outcome = self._step.run_target(batch, timer)
+            features, outcome = self._step.run_target(batch, timer)
         if draft in self.graphs:
-            fixed, fixed_hidden = self._fixed_inputs(batch)
+            fixed, fixed_features = self._fixed_inputs(batch)
             fixed.num_sampled.copy_(outcome.num_sampled)
             fixed.num_rejected.copy_(outcome.num_rejected)
-            if fixed_hidden is not None:
-                fixed_hidden.copy_(hidden)
+            fixed_features.copy_(features)
             self.graphs.launch(draft)
             outcome.num_drafts.copy_(fixed.num_drafts)
         elif k:
             safe = self.drafter.capabilities.graph_safe
             reason = f"graph_scope is {scope}" if safe else "the drafter is not graph-safe"
             self.graphs.count_eager("draft", reason)
-            self._step.run_drafter(batch, hidden, outcome)
+            self._step.run_drafter(batch, features, outcome)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
@@ -430,11 +413,11 @@ class ModelRunner:
             How many tokens a place of its outcome holds, and what its prompt tokens gave.
         """
         self.graphs.count_eager("target", self._why_ragged(plan, num_places))
-        hidden, outcome = self._step.run_target(batch, timer)
-        prompts = self._step.take_prompt_logprobs(plan, hidden, timer)
+        features, outcome = self._step.run_target(batch, timer)
+        prompts = self._step.take_prompt_logprobs(plan, features, timer)
         if self.config.num_speculative_tokens:
             propose = partial(self._propose_ragged, plan, num_places, outcome)
-            self._step.run_drafter(batch, hidden, outcome, propose)
+            self._step.run_drafter(batch, features, outcome, propose)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)

@@ -52,17 +52,23 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
-def check_wants(drafter: Drafter, token_table: str) -> None:
+def check_wants(drafter: Drafter, token_table: str, num_layers: int) -> None:
     """Refuse a drafter that asks for what is not offered.
+
+    Args:
+        drafter: loaded.
+        token_table: where the token ids lie.
+        num_layers: layers of the target whose output can be read.
 
     Raises:
         UnsupportedError, ConfigError: one sentence.
     """
     wants, name = drafter.capabilities, type(drafter).__name__
-    if wants.aux_layers:
-        raise UnsupportedError(
-            f"drafter {name} asks for outputs of target layers {wants.aux_layers}; only the "
-            f"last hidden state is offered"
+    missing = [layer for layer in wants.aux_layers if not 0 <= layer < num_layers]
+    if missing:
+        raise ConfigError(
+            f"drafter {name} asks for the output of target layer {missing[0]}; the target has "
+            f"{num_layers} layers, 0 to {num_layers - 1}: give aux_layers among them"
         )
     if wants.on_cpu:
         raise UnsupportedError(

@@ -36,8 +36,11 @@ class KVSpec:
 class DrafterCapabilities:
     """What a drafter needs and offers, as data: the runner never asks for a type or a name.
 
-    `aux_layers` and `on_cpu` are refused, `variable_length` and `can_score` not read yet: nothing
-    is scored, and every drafter may return -1.
+    `on_cpu` is refused, `variable_length` and `can_score` not read yet: nothing is scored, and
+    every drafter may return -1.
+
+    `aux_layers` are counted from 0, the first decoder layer of the target; what is handed over is
+    what a layer gives to the next one, before the norm behind the last.
 
     `graph_safe` promises fixed addresses, no host reads and no data-dependent shapes in
     `first_pass`, `propose` and `observe`: they are captured in CUDA graphs. A drafter without it

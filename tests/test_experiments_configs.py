@@ -30,6 +30,10 @@ PRESETS = ("experiment", "debug")
 # What an option leaves to the user.
 NEEDED = {
     "drafter=plugin": ["drafter.name=ngram"],
+    "drafter=medusa": ["drafter.path=heads"],
+    "drafter=block_parallel": ["drafter.path=head"],
+    "drafter=eagle": ["drafter.path=head"],
+    "drafter=eagle3": ["drafter.path=head"],
     "verifier=plugin": ["verifier.name=greedy"],
     "verifier=synthetic": ["verifier.mean_length=2"],
     "prompts=file": ["prompts.path=questions.jsonl"],
@@ -84,6 +88,7 @@ def test_every_group_has_its_default_options() -> None:
     assert set(options(GROUPS + PRESETS)) >= {
         *("target=smollm2", "target=llama31-8b", "target=qwen3-8b"),
         *("drafter=none", "drafter=ngram", "drafter=oracle", "drafter=draft_model"),
+        *("drafter=layer_skip", "drafter=medusa", "drafter=block_parallel"),
         *("verifier=greedy", "verifier=rejection", "verifier=sampled_match", "verifier=block"),
         *("verifier=coupled", "verifier=typical", "verifier=synthetic"),
         *("sampling=greedy", "sampling=temp08", "prompts=builtin", "prompts=file"),
@@ -125,7 +130,7 @@ def test_the_command_line_wins_over_a_preset() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["drafter=ngrm"], ["drafter=ngrm", "'ngram'", "draft_model, ngram, none, oracle"]),
+        (["drafter=ngrm"], ["drafter=ngrm", "'ngram'", "draft_model", "oracle"]),
         (["experiment=demoo"], ["experiment=demoo", "'demo'"]),
         (["drafter.max_m=3"], ["drafter.max_m", "'max_n'", "min_n"]),
         (["drafter.max_n=abc"], ["drafter.max_n='abc'", "an integer"]),
@@ -156,6 +161,9 @@ def test_the_command_line_wins_over_a_preset() -> None:
         (["engine.max_num_batched_tokens=3"], ["engine.max_num_batched_tokens=3", "at least 5"]),
         (["verifier=greedy", "sampling=temp08"], ["verifier=greedy", "0.8", "rejection"]),
         (["drafter=draft_model", "drafter.model=''"], ["draft_model", "model="]),
+        (["drafter=medusa"], ["drafter medusa needs path="]),
+        (["drafter=block_parallel", "drafter.path=''"], ["block_parallel", "path="]),
+        (["drafter=layer_skip", "drafter.num_layers=0"], ["num_layers=0", "1 or more"]),
         (["drafter=draft_model", "drafter.sampling=x"], ["drafter.sampling='x'", "'gumbel'"]),
         (["drafter=oracle", "drafter.rates=[2]"], ["rate 2", "[0, 1]"]),
         (["drafter=plugin"], ["drafter.name", "no value"]),
