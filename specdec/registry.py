@@ -25,6 +25,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "ngram": "drafters.ngram",
         "oracle": "drafters.oracle",
         "draft_model": "drafters.draft_model",
+        "suffix": "drafters.suffix",
+        "mixed": "drafters.mixed",
     },
     "verifier": {
         "greedy": "sampler.verify.greedy",
