@@ -39,10 +39,11 @@ def _adopt_drafts_kernel(
     inside = j < num_columns
     pointers = host_drafts_ptr + row * host_drafts_stride + j
     drafts = tl.load(pointers, mask=inside, other=-1)
-    first = tl.sum(tl.where(j == 0, drafts, 0), axis=0)
+    first = tl.load(host_drafts_ptr + row * host_drafts_stride)
     adopts = ((first >= 0) & (tl.load(is_verify_ptr + place) > 0)).to(tl.int32)
     out = draft_tokens_ptr + row * draft_tokens_stride + j
-    tl.store(out, drafts.to(tl.int64), mask=inside & (adopts > 0))
+    # A count and no flag: the interpreter does not take a scalar bool for a part of a mask.
+    tl.store(out, drafts.to(tl.int64), mask=j < num_columns * adopts)
     tl.store(pointers, tl.full((WIDTH,), -1, tl.int32), mask=inside)
     kind = tl.load(draft_kind_ptr + row).to(tl.int32)
     tl.store(draft_kind_ptr + row, tl.where(adopts > 0, ONE_HOT, kind).to(tl.int8))

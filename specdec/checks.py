@@ -29,7 +29,7 @@ def check_pairing(drafter: Drafter, verifier: Verifier, num_speculative_tokens: 
 
 
 def check_host_drafter(drafter: Drafter, config: EngineConfig) -> None:
-    """Check a drafter that runs on the host, if it is one: a step has to be read before it is asked.
+    """Check a drafter that runs on the host, if it is one: it needs each step's outcome.
 
     Raises:
         ConfigError: it lacks a method, or more than one step in flight is asked for.

