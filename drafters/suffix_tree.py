@@ -139,7 +139,8 @@ class SuffixTree:
         """Find the continuation of a text's last tokens with the best score.
 
         For each length of what matches, the likeliest token is followed from node to node: counts
-        are probabilities. Of equal counts the more recent one is taken.
+        are probabilities. Of equal counts the more recent one is taken. At most max_depth matches
+        are found and followed, each in O(max_depth) steps.
 
         Args:
             text: whole; not empty.

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -151,6 +151,9 @@ class Engine:
         self.runner = self._make_runner(max_num_reqs, target)
         # Again: a drafter may know what it offers only once it is loaded.
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
+        check_host_drafter(
+            self.drafter, replace(config, max_steps_in_flight=self.max_steps_in_flight)
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_reqs,

@@ -208,7 +208,7 @@ def test_without_exploration_a_change_is_never_noticed() -> None:
     assert (settled >= 0).all()
 
 
-@pytest.mark.parametrize(("seed", "scope"), enumerate(SCOPES))
+@pytest.mark.parametrize(("seed", "scope"), [*enumerate(SCOPES)])
 @pytest.mark.parametrize("policy", ["first", "best"])
 def test_text_is_that_of_plain_decoding(target: Any, seed: int, scope: str, policy: str) -> None:
     arrivals = draw_schedule(seed)
@@ -224,7 +224,7 @@ def test_text_is_that_of_plain_decoding(target: Any, seed: int, scope: str, poli
     assert sum(output.stats.num_accepted for output in result.outputs.values()) > 0
 
 
-@pytest.mark.parametrize(("seed", "scope"), enumerate(SCOPES))
+@pytest.mark.parametrize(("seed", "scope"), [*enumerate(SCOPES)])
 def test_text_is_that_of_plain_decoding_beside_a_child_on_the_host(
     target: Any, seed: int, scope: str
 ) -> None:

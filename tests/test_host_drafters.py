@@ -93,7 +93,7 @@ def knowing(arrivals: list[Arrival], expected: dict[str, list[int]]) -> dict[str
     return {"name": "test_knows_on_host", "texts": texts}
 
 
-@pytest.mark.parametrize(("seed", "scope"), enumerate([*SCOPES, "none", "step"]))
+@pytest.mark.parametrize(("seed", "scope"), [*enumerate([*SCOPES, "none", "step"])])
 def test_text_is_that_of_plain_decoding_under_random_schedules(seed: int, scope: str) -> None:
     arrivals = draw_schedule(seed)
     expected = autoregressive(target(), arrivals)

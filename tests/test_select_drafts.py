@@ -68,14 +68,8 @@ def test_the_child_with_the_best_score_among_those_that_propose_is_taken(
     for actual, twin in zip(*results, strict=True):
         if actual is not None:
             torch.testing.assert_close(actual, twin, rtol=0, atol=0, equal_nan=True)
-            assert torch.equal(
-                actual[others].nan_to_num(nan=7.0)
-                if actual.is_floating_point()
-                else actual[others],
-                poisoned(tuple(actual[others].shape), actual.dtype, device).nan_to_num(nan=7.0)
-                if actual.is_floating_point()
-                else poisoned(tuple(actual[others].shape), actual.dtype, device),
-            )
+            untouched = poisoned(tuple(actual[others].shape), actual.dtype, device)
+            torch.testing.assert_close(actual[others], untouched, equal_nan=True)
     for place, row in enumerate(rows):
         proposing = [c for c in range(num_children) if tokens[c, row, 0] >= 0]
         best = max(proposing, key=lambda c: float(scores[place, c]), default=-1)
