@@ -196,16 +196,23 @@ def test_best_settles_on_the_child_that_is_accepted_and_notices_a_change() -> No
         assert before.count(True) >= 22
 
 
-def test_without_exploration_a_change_is_never_noticed() -> None:
-    bound = Bound(mixed(toy(step=2), toy(step=5), policy="best", decay=0.5, explore_every=0))
-    for step in range(40):
+@pytest.mark.parametrize("explore_every", [0, 4])
+def test_exploration_finds_that_a_child_became_better_and_nothing_else_does(
+    explore_every: int,
+) -> None:
+    config = mixed(toy(step=2), toy(step=5), policy="best", decay=0.5, explore_every=explore_every)
+    bound = Bound(config)
+    taken = []
+    for step in range(60):
         bound.propose()
-        chosen = bound.chosen()
-        wanted = 0 if step < 10 else 1
-        bound.observe([1 if child == wanted else 0 for child in chosen])
-    assert set(bound.chosen()) <= {0, 1}
-    settled = bound.drafter._accepted[bound.rows]
-    assert (settled >= 0).all()
+        taken.append(bound.chosen())
+        later = K if step >= 20 else 0
+        bound.observe([1 if child == 0 else later for child in taken[-1]])
+    assert set(taken[19]) == {0}
+    last = [child for children in taken[-8:] for child in children]
+    assert set(last) == ({0} if explore_every == 0 else {0, 1})
+    if explore_every:
+        assert last.count(1) > last.count(0)
 
 
 @pytest.mark.parametrize(("seed", "scope"), [*enumerate(SCOPES)])
