@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.cli import SCHEMA_SUFFIX, explain, type_words, unknown_name
+from specdec.checks import check_host_drafter
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.log import warn_once
@@ -338,6 +339,7 @@ def _check_pairings(config: RunConfig) -> None:
             config.engine.check(k)
         except ConfigError as error:
             raise ConfigError(f"engine.{error}") from error
+        check_host_drafter(drafter.entry.cls(drafter.config), config.engine)
         check = getattr(verifier, "check", None)
         if check is not None and k > 0:
             check(k)

@@ -189,7 +189,11 @@ class ModelRunner:
         """Give the drafter its views and buffers."""
         state = self.state
         buffers = DraftBuffers(
-            state.draft_tokens, state.draft_kind, self.draft_logits, self.draft_kv
+            state.draft_tokens,
+            state.draft_kind,
+            self.draft_logits,
+            self.draft_kv,
+            from_host=state.from_host if self.drafter.capabilities.on_cpu else None,
         )
         with self._on_device():
             self.drafter.bind(state.view(), buffers)
@@ -349,9 +353,11 @@ class ModelRunner:
         self.sampler.prepare_rows(self._state_view)
         if num_places is None or not uniform:
             batch = dataclasses.replace(self.buffers.batch(plan), plain=plain)
+            self._step.adopt_drafts(batch)
             width, prompts = self._run_ragged(batch, plan, num_places, timer)
             return width, batch.num_tokens, prompts
         batch = self._fixed_batch(num_places, plain)
+        self._step.adopt_drafts(batch)
         key = GraphKey("step", num_places, k, k, plain)
         if key in self.graphs:
             self.graphs.launch(key)
@@ -437,6 +443,8 @@ class ModelRunner:
         fixed_shape = num_places is not None and wants.splits_first_pass
         if not wants.graph_safe:
             reason = "the drafter is not graph-safe"
+        elif wants.on_cpu and not wants.splits_first_pass:
+            reason = "the drafter runs on the host"
         elif not wants.splits_first_pass and scope != "none":
             reason = "the drafter does not split off its first pass"
         elif fixed_shape:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.adopt_drafts import adopt_drafts
 from runner.async_output import OutputRing, PromptTensor, StepTensors, publish_output
 from runner.attention import AttentionMetadata
 from runner.buffers import StagedWriteTensor
@@ -130,6 +131,11 @@ class Step:
         self._draft_logits = draft_logits
         self._state_view = state.view()
         self._noise = sampler.noise(state.total_len.tensor)
+
+    def adopt_drafts(self, batch: InputBatch) -> None:
+        """Take what the host staged as the step's drafts, where the drafter runs there."""
+        if self.drafter.capabilities.on_cpu and self.state.num_speculative_tokens:
+            adopt_drafts(batch, self.state)
 
     def run_target(
         self, batch: InputBatch, timer: StepTimer | None = None

@@ -30,6 +30,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "block_parallel": "drafters.block_parallel",
         "eagle": "drafters.eagle",
         "eagle3": "drafters.eagle3",
+        "suffix": "drafters.suffix",
+        "mixed": "drafters.mixed",
     },
     "verifier": {
         "greedy": "sampler.verify.greedy",

@@ -89,6 +89,7 @@ def test_every_group_has_its_default_options() -> None:
         *("target=smollm2", "target=llama31-8b", "target=qwen3-8b"),
         *("drafter=none", "drafter=ngram", "drafter=oracle", "drafter=draft_model"),
         *("drafter=layer_skip", "drafter=medusa", "drafter=block_parallel"),
+        *("drafter=suffix", "drafter=mixed"),
         *("verifier=greedy", "verifier=rejection", "verifier=sampled_match", "verifier=block"),
         *("verifier=coupled", "verifier=typical", "verifier=synthetic"),
         *("sampling=greedy", "sampling=temp08", "prompts=builtin", "prompts=file"),
@@ -132,6 +133,15 @@ def test_the_command_line_wins_over_a_preset() -> None:
     [
         (["drafter=ngrm"], ["drafter=ngrm", "'ngram'", "draft_model", "oracle"]),
         (["experiment=demoo"], ["experiment=demoo", "'demo'"]),
+        (
+            ["drafter=suffix", "engine.max_steps_in_flight=2"],
+            ["max_steps_in_flight=2", "SuffixDrafter", "give 1, or null"],
+        ),
+        (["drafter=suffix", "drafter.max_depth=1"], ["max_depth=1", ">= 2"]),
+        (
+            ["drafter=mixed", "drafter.drafters=[{name:ngram},{name:ngrm}]"],
+            ["drafters[1]", "'ngrm'", "'ngram'"],
+        ),
         (["drafter.max_m=3"], ["drafter.max_m", "'max_n'", "min_n"]),
         (["drafter.max_n=abc"], ["drafter.max_n='abc'", "an integer"]),
         (["drafter.max_n=0"], ["min_n=1", "max_n=0", "1 <= min_n <= max_n"]),
