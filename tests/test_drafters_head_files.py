@@ -100,7 +100,8 @@ def load_error(files: HeadFiles, **changes: Any) -> SpecdecError:
         ),
         ("EAGLE-3", {"draft_vocab_size": 12}, WeightsError, ["lm_head.weight", "[11, 64]"]),
         ("EAGLE-3", {AUX_IDS: [2, 3]}, WeightsError, ["3 hidden states", "2 layers"]),
-        ("EAGLE-3", {"norm_output": True}, UnsupportedError, ["norm_output=True"]),
+        ("EAGLE, speculators", {"layernorms": True}, UnsupportedError, ["layernorms=True"]),
+        ("EAGLE-3", {"fc_norm": True}, WeightsError, ["fc_norm.0.weight", "fc_norm.2.weight"]),
         (
             "EAGLE-3, speculators",
             {"norm_before_residual": None},

@@ -43,7 +43,7 @@ _IGNORED = ("verifier_lm_head.weight", "verifier_norm.weight")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 # Of a config, what says nothing of the layer.
 _NO_LAYER_KEYS = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "layer_types")
-_REFUSED_FLAGS = ("fc_norm", "norm_output", "layernorms")
+_REFUSED_FLAGS = ("layernorms",)
 _NUM_AUX = 3
 
 
@@ -166,6 +166,8 @@ def _make_spec(
         fc_bias="fc.bias" in tensors,
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_before_fc=bool(config.get("norm_before_fc")),
+        fc_norm=bool(config.get("fc_norm")),
+        norm_output=bool(config.get("norm_output")),
         owns_embedding="embed_tokens.weight" in tensors,
         owns_lm_head="lm_head.weight" in tensors,
     )
@@ -311,6 +313,8 @@ def _speculators_config(
         "target_hidden_size": spec.target_hidden_size,
         "norm_before_residual": spec.norm_before_residual,
         "norm_before_fc": spec.norm_before_fc,
+        "fc_norm": spec.fc_norm,
+        "norm_output": spec.norm_output,
         "eagle_aux_hidden_state_layer_ids": layers and [output + 1 for output in layers],
     }
 
