@@ -17,6 +17,7 @@ from torch.nn.functional import linear, silu
 
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 24, 40
 EPS, THETA = 1e-5, 500.0
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -41,6 +42,8 @@ class HeadCase:
     own_embedding: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     rope_scaling: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -65,6 +68,9 @@ CASES = {
     ),
     "EAGLE-3, normed, qwen3": HeadCase(
         "eagle3", "speculators", (4, 2, 0), 9, "qwen3", norm_before_fc=True
+    ),
+    "EAGLE-3, normed everywhere": HeadCase(
+        "eagle3", "SpecForge", (4, 2, 1), 12, fc_norm=True, norm_output=True
     ),
     "EAGLE-3, whole vocabulary": HeadCase("eagle3", "SpecForge", (3, 1, 0)),
 }
@@ -134,6 +140,8 @@ class HeadFiles:
                 tensors[f"{name}.weight"] = self._norm(size)
         if case.norm_before_fc:
             tensors["input_norm.weight"] = self._norm(3 * size)
+        if case.fc_norm:
+            tensors |= {f"fc_norm.{i}.weight": self._norm(size) for i in range(3)}
         return tensors
 
     # --- files ----------------------------------------------------------------------------------
@@ -157,7 +165,8 @@ class HeadFiles:
             "hidden_act": "silu",
             "torch_dtype": "float32",
         }
-        own: dict[str, Any] = {}
+        flags = {name: getattr(case, name) for name in FLAGS}
+        own: dict[str, Any] = {name: True for name, on in flags.items() if on}
         if case.draft_vocab_size:
             own["draft_vocab_size"] = case.draft_vocab_size
         if case.layout == "speculators":
@@ -166,8 +175,7 @@ class HeadFiles:
                 "speculators_model_type": case.method,
                 "speculators_config": {"algorithm": case.method},
                 "transformer_layer_config": layer,
-                "norm_before_residual": case.norm_before_residual,
-                "norm_before_fc": case.norm_before_fc,
+                **flags,
             }
             if case.aux_layers:
                 own[AUX_IDS] = [layer + 1 for layer in case.aux_layers]
@@ -247,14 +255,18 @@ class HeadFiles:
         y = silu(linear(y, t["layer.mlp.gate_proj.weight"])) * linear(
             y, t["layer.mlp.up_proj.weight"]
         )
-        return x + linear(y, t["layer.mlp.down_proj.weight"]), k, v
+        x = x + linear(y, t["layer.mlp.down_proj.weight"])
+        return (self.rms(x, "norm") if self.case.norm_output else x), k, v
 
     @torch.inference_mode()
     def fused(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Return the features of a text from transformers' `hidden_states`, the last one normed."""
         if self.case.method == "eagle":
             return hidden_states[-1][0]
-        aux = torch.cat([hidden_states[layer + 1][0] for layer in self.aux_layers], 1)
+        outputs = [hidden_states[layer + 1][0] for layer in self.aux_layers]
+        if self.case.fc_norm:
+            outputs = [self.rms(output, f"fc_norm.{i}") for i, output in enumerate(outputs)]
+        aux = torch.cat(outputs, 1)
         if self.case.norm_before_fc:
             aux = self.rms(aux, "input_norm")
         return linear(aux, self.tensors["fc.weight"])
@@ -262,7 +274,7 @@ class HeadFiles:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, V] over the target's vocabulary of what is fed back."""
-        if self.case.method == "eagle3":
+        if self.case.method == "eagle3" and not self.case.norm_output:
             hidden = self.rms(hidden, "norm")
         logits = linear(hidden, self.head)
         if self.target_ids is None:

@@ -51,12 +51,18 @@ def test_the_usual_layers_are_those_before_two_the_middle_and_the_third_last() -
 def test_what_is_written_is_read_again(name: str, model: Any, tmp_path: Path) -> None:
     files = files_of(name, model, tmp_path)
     head = load_head(files.path, files.case.method)
-    save_head(str(tmp_path / "saved"), head, "target", 4)
+    shares = files.case.method == "eagle3" and not head.spec.owns_lm_head
+    if shares:
+        with pytest.raises(ConfigError, match="shares the target's output head"):
+            save_head(str(tmp_path / "saved"), head, "target", 4)
+    save_head(str(tmp_path / "saved"), head, "target", 4, files.head if shares else None)
     again = load_head(str(tmp_path / "saved"), files.case.method)
-    assert again.tensors.keys() == head.tensors.keys()
+    written = {"lm_head.weight"} if shares else set()
+    assert again.tensors.keys() == head.tensors.keys() | written
     for key, tensor in head.tensors.items():
         assert torch.equal(again.tensors[key], tensor), key
     own, other = dict(vars(head.spec)), dict(vars(again.spec))
+    assert other.pop("owns_lm_head") == (own.pop("owns_lm_head") or shares)
     layers = [spec.pop("layer_config") for spec in (own, other)]
     assert own == other
     for key in ("hidden_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size"):
@@ -100,7 +106,8 @@ def load_error(files: HeadFiles, **changes: Any) -> SpecdecError:
         ),
         ("EAGLE-3", {"draft_vocab_size": 12}, WeightsError, ["lm_head.weight", "[11, 64]"]),
         ("EAGLE-3", {AUX_IDS: [2, 3]}, WeightsError, ["3 hidden states", "2 layers"]),
-        ("EAGLE-3", {"norm_output": True}, UnsupportedError, ["norm_output=True"]),
+        ("EAGLE, speculators", {"layernorms": True}, UnsupportedError, ["layernorms=True"]),
+        ("EAGLE-3", {"fc_norm": True}, WeightsError, ["fc_norm.0.weight", "fc_norm.2.weight"]),
         (
             "EAGLE-3, speculators",
             {"norm_before_residual": None},

@@ -43,7 +43,7 @@ _IGNORED = ("verifier_lm_head.weight", "verifier_norm.weight")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 # Of a config, what says nothing of the layer.
 _NO_LAYER_KEYS = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "layer_types")
-_REFUSED_FLAGS = ("fc_norm", "norm_output", "layernorms")
+_REFUSED_FLAGS = ("layernorms",)
 _NUM_AUX = 3
 
 
@@ -166,6 +166,8 @@ def _make_spec(
         fc_bias="fc.bias" in tensors,
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_before_fc=bool(config.get("norm_before_fc")),
+        fc_norm=bool(config.get("fc_norm")),
+        norm_output=bool(config.get("norm_output")),
         owns_embedding="embed_tokens.weight" in tensors,
         owns_lm_head="lm_head.weight" in tensors,
     )
@@ -262,18 +264,26 @@ def _target_ids(path: str, spec: HeadSpec, maps: Mapping[str, Tensor]) -> Tensor
 
 
 def save_head(
-    folder: str, checkpoint: HeadCheckpoint, target: str, num_speculative_tokens: int = 5
+    folder: str,
+    checkpoint: HeadCheckpoint,
+    target: str,
+    num_speculative_tokens: int = 5,
+    lm_head: Tensor | None = None,
 ) -> None:
     """Write a head in the layout that vLLM and speculators load.
 
     That is the layout of speculators for EAGLE-3, and that of the EAGLE repository for EAGLE, which
-    speculators does not have any more. What the head takes from the target is not written.
+    speculators does not have any more. An embedding that the head shares is not written.
 
     Args:
         folder: made where it is missing.
         checkpoint: the head.
         target: name of the target, for readers that load it themselves.
         num_speculative_tokens: drafts a step that readers propose by default.
+        lm_head: [V, hidden], the target's output head, where an EAGLE-3 head has none of its own.
+
+    Raises:
+        ConfigError: there is no output head to write: a reader would go on with random values.
     """
     spec, tensors = checkpoint.spec, dict(checkpoint.tensors)
     layer = spec.layer_config.to_dict()
@@ -286,6 +296,10 @@ def save_head(
     else:
         config = _speculators_config(spec, layer, target, num_speculative_tokens)
         _add_maps(checkpoint, tensors)
+        if not spec.owns_lm_head:
+            if lm_head is None:
+                raise ConfigError("this head shares the target's output head; give it as lm_head")
+            tensors["lm_head.weight"] = lm_head
     renamed = {name.replace("layer.", "layers.0.", 1): t for name, t in tensors.items()}
     write_head(folder, config, renamed)
 
@@ -311,6 +325,8 @@ def _speculators_config(
         "target_hidden_size": spec.target_hidden_size,
         "norm_before_residual": spec.norm_before_residual,
         "norm_before_fc": spec.norm_before_fc,
+        "fc_norm": spec.fc_norm,
+        "norm_output": spec.norm_output,
         "eagle_aux_hidden_state_layer_ids": layers and [output + 1 for output in layers],
     }
 

@@ -37,7 +37,9 @@ class HeadSpec:
         aux_layers: which, counted from 0; None = the usual ones for the target's depth.
         fc_bias: the fusion layer has a bias.
         norm_before_residual: the residual of the layer is the normed feature ("eagle3").
-        norm_before_fc: the fused outputs go through a norm first ("eagle3").
+        norm_before_fc: what is fused goes through a norm first, side by side ("eagle3").
+        fc_norm: likewise, the output of each layer through a norm of its own ("eagle3").
+        norm_output: what is fed back is the normed state ("eagle3").
         owns_embedding: the head has its own; else it reads the target's.
         owns_lm_head: likewise for the output head.
     """
@@ -51,6 +53,8 @@ class HeadSpec:
     fc_bias: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     owns_embedding: bool = False
     owns_lm_head: bool = False
 
@@ -155,6 +159,12 @@ class Eagle3Head(ChainHead):
         size, width = config.hidden_size, spec.num_aux * spec.target_hidden_size
         norm = LAYER_FAMILIES[config.model_type][2]
         self.input_norm = norm(width, config.rms_norm_eps) if spec.norm_before_fc else None
+        self.fc_norm = None
+        if spec.fc_norm:
+            norms = [
+                norm(spec.target_hidden_size, config.rms_norm_eps) for _ in range(spec.num_aux)
+            ]
+            self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(width, size, bias=spec.fc_bias)
         self.layer.hidden_norm = norm(size, config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):  # they see the token beside the feature
@@ -165,7 +175,13 @@ class Eagle3Head(ChainHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Fuse outputs of the target's layers, [T, num_aux * target_hidden_size]."""
-        return self.fc(features if self.input_norm is None else self.input_norm(features))
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            outputs = features.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(output) for norm, output in zip(self.fc_norm, outputs, strict=True)]
+            features = torch.cat(normed, dim=-1)
+        return self.fc(features)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, features: Tensor, metadata: AttentionMetadata
@@ -182,11 +198,12 @@ class Eagle3Head(ChainHead):
             attn_metadata=metadata,
         )
         hidden = residual + hidden
-        return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)))[0]
+        hidden = (hidden + layer.mlp(layer.post_attention_layernorm(hidden)))[0]
+        return self.norm(hidden) if self.spec.norm_output else hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, draft_vocab_size]; what is fed back is the state before this norm."""
-        return super().compute_logits(self.norm(hidden))
+        """Return logits [R, draft_vocab_size]; usually the state before this norm is fed back."""
+        return super().compute_logits(hidden if self.spec.norm_output else self.norm(hidden))
 
 
 def make_head(spec: HeadSpec) -> ChainHead:
