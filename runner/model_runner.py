@@ -7,7 +7,6 @@ same functions on the very same shapes. What a step does is in `runner.step`.
 """
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from runner.async_output import AsyncOutput, OutputRing, PromptTensor, StepTensors
 from runner.buffers import StagedTables
+from runner.capture import capture_graphs
 from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
-from runner.input_batch import InputBatch, InputBuffers, StepPlan, padding_plan
+from runner.input_batch import InputBatch, InputBuffers, StepPlan
 from runner.kv_cache import PagedKVCache
 from runner.memory import choose_num_kv_blocks
 from runner.models.hf import HFModel
@@ -30,7 +30,6 @@ from runner.states import NewRow, RequestState
 from runner.step import SamplerProtocol, Step
 from runner.step_timer import StepTimer
 from specdec.checks import check_wants
-from specdec.errors import CapacityError, UnsupportedError
 from specdec.protocols import DraftBuffers, DraftContext, Drafter, TargetView
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class ModelRunner:
         # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
         self._fixed_shapes = device.type == "cuda" or config.graph_scope != "none"
         self._fixed_batches: dict[tuple[int, bool], InputBatch] = {}
-        self._padding_is_plain = False
+        self.padding_is_plain = False
         largest = self.graphs.sizes[-1] if self._fixed_shapes else 0
         max_tokens = max(config.max_num_batched_tokens, largest * (k + 1))
         self.buffers = InputBuffers(max_reqs, max_tokens, max_reqs * (k + 1), device)
@@ -118,7 +117,7 @@ class ModelRunner:
             max_model_len=config.max_model_len,
             tokenizer=tokenizer,
         )
-        with self._on_device():
+        with self.on_device():
             drafter.load(view)
         self.num_kv_blocks = config.num_kv_blocks or 1
         self.kv = target.make_kv_cache(self.num_kv_blocks, config.block_size)
@@ -133,9 +132,9 @@ class ModelRunner:
                 kv.resize(self.num_kv_blocks)
             self._bind_drafter()  # again: these addresses stay
         self._log_memory()
-        self._capture_graphs()
+        capture_graphs(self)
 
-    def _on_device(self) -> AbstractContextManager[Any]:
+    def on_device(self) -> AbstractContextManager[Any]:
         """Make the runner's GPU the current one: kernels and events go there, not to a tensor's."""
         return nullcontext() if self._gpu_index is None else torch.cuda.device(self._gpu_index)
 
@@ -198,70 +197,12 @@ class ModelRunner:
         buffers = DraftBuffers(
             state.draft_tokens, state.draft_kind, self.draft_logits, self.draft_kv
         )
-        with self._on_device():
+        with self.on_device():
             self.drafter.bind(state.view(), buffers)
 
     # --- graphs ---------------------------------------------------------------------------------
 
-    @property
-    def _graph_parts(self) -> list[Part]:
-        """Return the parts of a step that the scope and the drafter allow to capture."""
-        k, scope, wants = (
-            self.config.num_speculative_tokens,
-            self.config.graph_scope,
-            self.drafter.capabilities,
-        )
-        drafts = k > 0 and wants.graph_safe
-        parts: list[Part] = []
-        if scope == "step":
-            parts.append("step" if drafts or k == 0 else "target")
-        if scope == "draft" and drafts:
-            parts.append("draft")
-        if scope != "none" and drafts and wants.splits_first_pass:
-            parts.append("propose")
-        return parts
-
-    def _capture_graphs(self) -> None:
-        """Capture every part for every size, from the largest on.
-
-        Raises:
-            UnsupportedError: the drafter does what a graph cannot hold.
-            CapacityError: the device's memory does not hold the graphs.
-        """
-        k, name = self.config.num_speculative_tokens, type(self.drafter).__name__
-        self.graphs.launches.clear()  # the memory profile is no step of the run
-        if self.config.graph_scope == "none":
-            return
-        for size, plain in itertools.product(reversed(self.graphs.sizes), (False, True)):
-            self._padding_is_plain = plain
-            # Runs eager, as nothing of this shape is captured yet: every kernel is compiled by it.
-            plan = padding_plan(size, k + 1, max_seq_len=self.config.max_model_len)
-            self.execute_model(plan).output.wait()
-            functions = self._graph_functions(size, plain)
-            for part in self._graph_parts:
-                varies = part in ("step", "target")
-                if plain and not varies:
-                    continue  # a drafter's passes know nothing of the sampler's parameters
-                try:
-                    with torch.inference_mode(), self._on_device():
-                        self.graphs.capture(GraphKey(part, size, k, k, plain), functions[part])
-                except torch.OutOfMemoryError as error:
-                    raise CapacityError(
-                        f"the graph of {size} requests does not fit the device's memory beside "
-                        f"{self.num_kv_blocks} KV blocks; lower num_kv_blocks or graph_num_reqs"
-                    ) from error
-                except Exception as error:  # whatever a plug-in's code raises, the reason is shown
-                    reason = " ".join(str(error).split())[:200]
-                    raise UnsupportedError(
-                        f"part {part!r} of a step with drafter {name} cannot be captured in a CUDA "
-                        f"graph ({reason}); set graph_safe=False in the drafter's capabilities, or "
-                        f"graph_scope='none'"
-                    ) from error
-        self._padding_is_plain = False
-        self.graphs.launches.clear()
-        self.graphs.log_cost()
-
-    def _graph_functions(self, size: int, plain: bool) -> dict[Part, Callable[[], Any]]:
+    def graph_functions(self, size: int, plain: bool) -> dict[Part, Callable[[], Any]]:
         """Return what each part runs at a size."""
         batch, step = self._fixed_batch(size, plain), self._step
         outcome, hidden = self._fixed_inputs(batch)
@@ -301,7 +242,7 @@ class ModelRunner:
         row = self.state.add_request(new)
         self.sampler.add_request(row, params, seed, sample_index, new)
         self.sampler.logprobs.prompts.add_request(row, new)
-        with torch.inference_mode(), self._on_device():
+        with torch.inference_mode(), self.on_device():
             self.drafter.add_request(row)
         return row
 
@@ -339,7 +280,7 @@ class ModelRunner:
 
         After an exception nothing is known of the steps in flight: call `abandon_steps`.
         """
-        with torch.inference_mode(), self._on_device():
+        with torch.inference_mode(), self.on_device():
             ring_place = self.outputs.begin_step()
             timer = StepTimer(self.device.type == "cuda") if timed else None
             width, num_tokens, prompts = self._execute(plan, ring_place, timer)
@@ -388,7 +329,7 @@ class ModelRunner:
         uniform = plan.is_uniform(self.config.num_speculative_tokens + 1)
         # A step of padding alone stands for any step: it takes the dearest path, unless told.
         rows_np = plan.rows_np[plan.rows_np >= 0]
-        plain = not self.sampler.has_extras(rows_np) if len(rows_np) else self._padding_is_plain
+        plain = not self.sampler.has_extras(rows_np) if len(rows_np) else self.padding_is_plain
         self._last_dispatch = (plan, num_places, uniform, plain)
         return num_places, uniform, plain
 

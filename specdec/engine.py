@@ -6,7 +6,6 @@ enqueued by `runner.model_runner`; outcomes are read `max_steps_in_flight - 1` s
 
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,10 +13,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-import numpy as np
-
 from runner.async_output import StepOutput
-from runner.input_batch import StepPlan
 from runner.loader import (
     LoadedTarget,
     eos_token_ids,
@@ -26,7 +22,6 @@ from runner.loader import (
     resolve_dtype,
 )
 from runner.model_runner import ModelRunner, RunnerConfig, StepHandle
-from runner.states import NewRow
 from sampler.processors.builtin import make_processors
 from sampler.processors.chain import ProcessorChain
 from sampler.processors.grammar import GrammarMasks
@@ -41,20 +36,17 @@ from specdec.grammar_steps import GrammarSteps
 from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
 from specdec.outcomes import Outcomes, append_logprobs, append_prompt_logprobs, trace_lines
+from specdec.planning import Planner
 from specdec.protocols import ProcessorSetup
 from specdec.registry import build_config
 from specdec.request import Request
 from specdec.samples import RequestGroup
-from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerOutput
+from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from specdec.step_times import StepClock, step_line
 from specdec.trace import StepTrace
 from specdec.types import Increment, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-# Where captured steps are replayed, the plan's bounds on lengths grow by so many tokens at a time:
-# a plan that stays the same needs no copies.
-_COARSE_BOUND = 64
 
 
 @dataclass(slots=True)
@@ -145,9 +137,9 @@ class Engine:
             self.graph_scope = "step" if on_gpu else "none"
         # On a GPU every scope computes the same shapes, so that their texts are the same.
         uniform_verify = on_gpu or self.graph_scope in ("step", "draft")
-        self._bound_step = _COARSE_BOUND if uniform_verify else 1
         self._sampler = self._make_sampler(max_num_reqs, target)
         self.runner = self._make_runner(max_num_reqs, target)
+        self._planner = Planner(self.runner, config.max_model_len, coarse=uniform_verify)
         # Again: a drafter may know what it offers only once it is loaded.
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
         self.scheduler = Scheduler(
@@ -171,10 +163,9 @@ class Engine:
         )
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._planned: ScheduledStep | None = None  # what the plan at hand was made for
         self._pending: list[Increment] = []
         self._steps = itertools.count()
-        self._last_read = 0.0
+        self._clock = StepClock()
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
         """Build the runner around the sampler."""
@@ -319,10 +310,10 @@ class Engine:
         started = time.perf_counter()
         schedule = self.scheduler.schedule(len(self._in_flight))
         for request in schedule.preempted:
-            self._release(request)
+            self._planner.release(request)
         scheduled = schedule.step
         if scheduled is not None:
-            plan = self._prepare(scheduled, schedule)
+            plan = self._planner.prepare(scheduled, schedule)
             self._grammars.stage(scheduled)
             handle = self.runner.execute_model(plan, timed=self.trace is not None)
             self._in_flight.append(_InFlight(handle, scheduled, next(self._steps), started))
@@ -338,54 +329,7 @@ class Engine:
         for request in self.scheduler.preempt_all():
             request.row = None
         self.runner.abandon_steps()
-        self._planned = None
-
-    def _prepare(self, scheduled: ScheduledStep, schedule: SchedulerOutput) -> StepPlan:
-        """Give rows and blocks to the schedule and turn it into the runner's plan.
-
-        A batch that goes on as it was gets the same arrays again, or even the same plan: the runner
-        need not ship it again then.
-        """
-        for request in schedule.new_requests:
-            new = NewRow(
-                request.token_ids,
-                request.num_prompt_tokens,
-                request.max_total_len,
-                request.draft_budget,
-                None if request.prompt_logprobs is None else request.params.prompt_logprobs,
-                len(request.prompt_logprobs or ()),
-            )
-            request.row = self.runner.add_request(
-                new, request.params, request.seed, request.sample_index
-            )
-            request.generation = int(self.runner.state.generation_np[request.row])
-            if request.grammar is not None:
-                request.grammar.restart(request.output_token_ids)
-        for request, start, block_ids in schedule.new_blocks:
-            assert request.row is not None
-            self.runner.add_blocks(request.row, start, block_ids)
-        max_seq_len, max_total_len = self._bound(schedule.max_seq_len, schedule.max_total_len)
-        if scheduled is self._planned:
-            plan, rows_np = self._plan, self._plan.rows_np
-            if plan.max_seq_len == max_seq_len and plan.max_total_len == max_total_len:
-                return plan
-        else:
-            rows_np = np.array([request.row for request in scheduled.requests], dtype=np.int32)
-        self._planned = scheduled
-        self._plan = StepPlan(
-            rows_np=rows_np,
-            query_lens_np=scheduled.num_tokens,
-            is_prefill_np=scheduled.is_prefill,
-            is_last_chunk_np=scheduled.is_last_chunk,
-            max_seq_len=max_seq_len,
-            max_total_len=max_total_len,
-        )
-        return self._plan
-
-    def _bound(self, *lengths: int) -> list[int]:
-        """Round bounds on lengths up, so that the plan can keep them for some steps."""
-        step, limit = self._bound_step, self.config.max_model_len
-        return [min(-(-length // step) * step, limit) for length in lengths]
+        self._planner.forget()
 
     def _read(self, flight: _InFlight) -> list[Increment]:
         """Wait for a step's outcome and commit it to the requests that still own their rows."""
@@ -414,12 +358,14 @@ class Engine:
         increments = self._delivery.append(outcomes, must_trim.tolist(), self._finish)
         if output.logprobs is not None or output.prompts:
             self._read_logprobs(output, scheduled.requests, set(requests), increments)
+        seconds = self._clock.read(flight.started)
         if self.trace is not None and flight.handle.timer is not None:
             num_tokens = scheduled.num_tokens if places is None else scheduled.num_tokens[places]
             lines = trace_lines(flight.step, num_tokens.tolist(), outcomes, increments)
             for line in lines:
                 self.trace.add_request_step(line)
-            self._trace_step(flight, sum(len(i.new_token_ids) for i in increments))
+            num_committed = sum(len(i.new_token_ids) for i in increments)
+            self.trace.add_step(step_line(flight.step, flight.handle, seconds, num_committed))
         return increments
 
     def _read_logprobs(
@@ -451,7 +397,7 @@ class Engine:
         """
         self.scheduler.remove(request)
         self._grammars.remove(request)
-        self._release(request)
+        self._planner.release(request)
         name = request.request_id
         group = self._groups[name]
         output = group.end_sample(request, trimmed)
@@ -465,35 +411,4 @@ class Engine:
             request.sample_index,
             trimmed.finish_reason,
             output,
-        )
-
-    def _release(self, request: Request) -> None:
-        """Free a request's row, where it has one."""
-        if request.row is not None:
-            self.runner.remove_request(request.row)
-            request.row = None
-
-    def _trace_step(self, flight: _InFlight, num_committed: int) -> None:
-        assert self.trace is not None
-        timer = flight.handle.timer
-        assert timer is not None
-        phases, total_ms = timer.phases_ms(), timer.total_ms()
-        known_ms = sum(ms for ms in phases.values() if not math.isnan(ms))
-        # With more than one step in flight, a step's time begins where the last one's ended.
-        now = time.perf_counter()
-        step_ms = (now - max(flight.started, self._last_read)) * 1e3
-        self._last_read = now
-        plan = flight.handle.plan
-        self.trace.add_step(
-            (
-                flight.step,
-                plan.num_reqs,
-                plan.num_tokens,
-                flight.handle.num_computed_tokens,
-                num_committed,
-                *phases.values(),
-                max(0.0, total_ms - known_ms),
-                max(0.0, step_ms - total_ms),
-                step_ms,
-            )
         )
