@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import DrafterBase, DrafterConfig
+from runner.confidence import store_confidence
 from runner.draft_inputs import DraftPass, first_pass_inputs, next_pass_inputs
 from runner.kv_cache import PagedKVCache
 from runner.loader import check_same_vocabulary, load_model, load_tokenizer
@@ -114,6 +115,7 @@ class DraftModelDrafter(DrafterBase):
             max_context=self.model.max_position_embeddings,
             splits_first_pass=True,
             reads_token_table=False,
+            offers_confidence=True,
         )
 
     def bind(self, state: StateView, buffers: DraftBuffers) -> None:
@@ -149,7 +151,7 @@ class DraftModelDrafter(DrafterBase):
         drafts = []
         for i in range(num_drafts):
             logits = self.model.compute_logits(hidden)[:, : self._vocab_size]
-            drafts.append(self._sample(ctx, logits, i) if self._samples else logits.argmax(1))
+            drafts.append(self._draw(ctx, logits, i))
             if i + 1 < num_drafts:
                 hidden = self._forward(next_pass_inputs(ctx, self._kv, drafts[-1], i + 1))
         table = self.buffers.draft_tokens[:, :num_drafts]
@@ -176,6 +178,22 @@ class DraftModelDrafter(DrafterBase):
             input_ids = input_ids.clamp(max=self.model.vocab_size - 1)
         return self.model.forward(input_ids, step.positions, step.attn_metadata)
 
+    def _draw(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        """Return draft `index` (from 0) of each place, [R] int64; logits are [R, V_draft]."""
+        if self._samples:
+            return self._sample(ctx, logits, index)
+        drafts = logits.argmax(1)
+        self._tell_confidence(ctx, logits, drafts, index)
+        return drafts
+
+    def _tell_confidence(
+        self, ctx: DraftContext, logits: Tensor, drafts: Tensor, index: int
+    ) -> None:
+        """Store how probable drafts were under the law of `logits`, where that is wanted."""
+        confidence = self.buffers.draft_confidence
+        if confidence is not None:
+            store_confidence(confidence, ctx.idx_mapping, index, logits, drafts)
+
     def _sample(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
         """Draw draft `index` (from 0) of each place, and store the law q that it is drawn from.
 
@@ -197,4 +215,7 @@ class DraftModelDrafter(DrafterBase):
             apply_top_k_top_p(scaled, ctx.idx_mapping, ctx.temperature, *self._limits)
         table = self.buffers.draft_logits[:, index, : self._vocab_size]
         scatter_rows(table, ctx.idx_mapping, scaled)
-        return ctx.noise.draw(scaled, ctx.idx_mapping, ctx.state.total_len[rows].long() + index)
+        positions = ctx.state.total_len[rows].long() + index
+        drafts = ctx.noise.draw(scaled, ctx.idx_mapping, positions)
+        self._tell_confidence(ctx, scaled, drafts, index)
+        return drafts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from runner.models.hf import HFModel
 from runner.states import NewRow, RequestState
 from runner.step import SamplerProtocol, Step
 from runner.step_timer import StepTimer
-from specdec.checks import check_wants
+from specdec.checks import check_lengths_of, check_wants
 from specdec.protocols import DraftBuffers, DraftContext, Drafter, TargetView
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class RunnerConfig:
     graph_scope: str = "none"  # "step", "draft" or "none"
     graph_num_reqs: list[int] | None = None
     token_table: str = "device"
+    draft_choices: tuple[int, ...] | None = None  # drafts that a step may propose; None: always K
+    confidence_threshold: float | None = None  # see runner.confidence
 
 
 @dataclass
@@ -60,6 +62,15 @@ class StepHandle:
     timer: StepTimer | None  # where the step was asked to be timed
     generations: np.ndarray  # [R] int64, of the rows when the step was enqueued
     num_computed_tokens: int  # tokens that the target ran, padding included
+
+
+class _Dispatch(NamedTuple):
+    """The fixed shape that a step runs in."""
+
+    num_places: int | None  # captured size that holds it, None where there is none
+    num_verified: int | None  # drafts that each request verifies; None where the step is ragged
+    num_drafted: int
+    plain: bool
 
 
 class ModelRunner:
@@ -91,14 +102,17 @@ class ModelRunner:
             max_reqs, config.max_model_len, max_num_blocks, k, device, config.token_table
         )
         self._state_view = self.state.view()
-        most_reqs = min(max_reqs, max(1, config.max_num_batched_tokens // (k + 1)))
-        self.graphs = CUDAGraphManager(device, capture_sizes(config.graph_num_reqs, most_reqs))
+        self.draft_choices = (k,) if config.draft_choices is None else config.draft_choices
+        sizes = {choice: self._capture_sizes(choice) for choice in self.draft_choices}
+        self.graphs = CUDAGraphManager(device, sizes)
         # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
         self._fixed_shapes = device.type == "cuda" or config.graph_scope != "none"
-        self._fixed_batches: dict[tuple[int, bool], InputBatch] = {}
+        self._fixed_batches: dict[tuple[int, int, bool], InputBatch] = {}
         self.padding_is_plain = False
-        largest = self.graphs.sizes[-1] if self._fixed_shapes else 0
-        max_tokens = max(config.max_num_batched_tokens, largest * (k + 1))
+        largest, max_tokens = 0, config.max_num_batched_tokens
+        if self._fixed_shapes:
+            largest = max(own[-1] for own in sizes.values())
+            max_tokens = max(max_tokens, *(own[-1] * (v + 1) for v, own in sizes.items()))
         self.buffers = InputBuffers(max_reqs, max_tokens, max_reqs * (k + 1), device)
         # One place more than there are steps in flight: the host fills it while they run.
         depth = config.max_steps_in_flight + 1
@@ -106,7 +120,7 @@ class ModelRunner:
         self._tables = StagedTables(
             [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
         )
-        self._last_dispatch: tuple[StepPlan, int | None, bool, bool] | None = None
+        self._last_dispatch: tuple[StepPlan, _Dispatch] | None = None
         view = TargetView(
             model=target,
             vocab_size=target.vocab_size,
@@ -126,6 +140,8 @@ class ModelRunner:
         self._step = Step(
             target, sampler, drafter, self.state, self.kv, self.outputs, self.draft_logits
         )
+        if self.draft_confidence is not None:
+            self._step.confidence = self.draft_confidence, config.confidence_threshold or 0.0
         if config.num_kv_blocks is None:
             self.num_kv_blocks = choose_num_kv_blocks(self)
             for kv in self.kv_caches:
@@ -137,6 +153,12 @@ class ModelRunner:
     def on_device(self) -> AbstractContextManager[Any]:
         """Make the runner's GPU the current one: kernels and events go there, not to a tensor's."""
         return nullcontext() if self._gpu_index is None else torch.cuda.device(self._gpu_index)
+
+    def _capture_sizes(self, num_verified: int) -> list[int]:
+        """Return the numbers of requests that a uniform step is padded to, rising."""
+        config = self.config
+        most_reqs = max(1, config.max_num_batched_tokens // (num_verified + 1))
+        return capture_sizes(config.graph_num_reqs, min(config.max_num_reqs, most_reqs))
 
     @property
     def kv_caches(self) -> list[PagedKVCache]:
@@ -163,6 +185,7 @@ class ModelRunner:
         """
         wants, config, device = self.drafter.capabilities, self.config, self.device
         check_wants(self.drafter, config.token_table)
+        check_lengths_of(self.drafter, self.draft_choices, config.confidence_threshold)
         k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
@@ -170,6 +193,10 @@ class ModelRunner:
         if wants.offers_q and k > 0:
             shape = (config.max_num_reqs, k, self.target.vocab_size)
             self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.draft_confidence: Tensor | None = None
+        if config.confidence_threshold is not None and k > 0:
+            shape = config.max_num_reqs, k
+            self.draft_confidence = torch.zeros(shape, dtype=torch.float32, device=device)
         self.draft_kv: PagedKVCache | None = None
         if wants.kv is not None:
             self.draft_kv = PagedKVCache(
@@ -195,30 +222,35 @@ class ModelRunner:
         """Give the drafter its views and buffers."""
         state = self.state
         buffers = DraftBuffers(
-            state.draft_tokens, state.draft_kind, self.draft_logits, self.draft_kv
+            state.draft_tokens,
+            state.draft_kind,
+            self.draft_logits,
+            self.draft_kv,
+            self.draft_confidence,
         )
         with self.on_device():
             self.drafter.bind(state.view(), buffers)
 
     # --- graphs ---------------------------------------------------------------------------------
 
-    def graph_functions(self, size: int, plain: bool) -> dict[Part, Callable[[], Any]]:
-        """Return what each part runs at a size."""
-        batch, step = self._fixed_batch(size, plain), self._step
+    def graph_functions(
+        self, size: int, num_verified: int, num_drafted: int, plain: bool
+    ) -> dict[Part, Callable[[], Any]]:
+        """Return what each part runs in a shape."""
+        batch, step = self._fixed_batch(size, num_verified, plain), self._step
         outcome, hidden = self._fixed_inputs(batch)
         return {
-            "step": partial(step.run, batch),
+            "step": partial(step.run, batch, num_drafted),
             "target": partial(step.run_target, batch),
-            "draft": partial(step.run_drafter, batch, hidden, outcome),
-            "propose": partial(step.propose, batch, outcome),
+            "draft": partial(step.run_drafter, batch, hidden, outcome, num_drafted),
+            "propose": partial(step.propose, batch, outcome, num_drafted),
         }
 
-    def _fixed_batch(self, size: int, plain: bool = False) -> InputBatch:
+    def _fixed_batch(self, size: int, num_verified: int, plain: bool = False) -> InputBatch:
         """Return the views of a uniform step of `size` places."""
-        key = size, plain
+        key = size, num_verified, plain
         if key not in self._fixed_batches:
-            query_len = self.config.num_speculative_tokens + 1
-            batch = self.buffers.fixed_batch(size, query_len, self.config.max_model_len)
+            batch = self.buffers.fixed_batch(size, num_verified + 1, self.config.max_model_len)
             self._fixed_batches[key] = dataclasses.replace(batch, plain=plain)
         return self._fixed_batches[key]
 
@@ -298,46 +330,62 @@ class ModelRunner:
             How many tokens a place of its outcome holds, how many tokens the target ran, and what
             its prompt tokens gave.
         """
-        k = self.config.num_speculative_tokens
-        num_places, uniform, plain = self._dispatch(plan)
+        num_places, num_verified, num_drafted, plain = self._dispatch(plan)
         # Padding of a uniform step runs tokens, that of a ragged one is there for `propose` alone.
-        self.buffers.stage(plan, num_places or plan.num_reqs, k + 1 if uniform else 0)
+        padding_len = 0 if num_verified is None else num_verified + 1
+        self.buffers.stage(plan, num_places or plan.num_reqs, padding_len)
         self._tables.apply(ring_place)
         self.sampler.prepare_rows(self._state_view)
-        if num_places is None or not uniform:
+        if num_places is None or num_verified is None:
             batch = dataclasses.replace(self.buffers.batch(plan), plain=plain)
             width, prompts = self._run_ragged(batch, plan, num_places, timer)
             return width, batch.num_tokens, prompts
-        batch = self._fixed_batch(num_places, plain)
-        key = GraphKey("step", num_places, k, k, plain)
+        batch = self._fixed_batch(num_places, num_verified, plain)
+        key = GraphKey.of("step", num_places, num_verified, num_drafted, plain)
         if key in self.graphs:
             self.graphs.launch(key)
             if timer is not None:
                 timer.end("step")
         else:
-            self._run_fixed(batch, timer)
-        return k + 1, batch.num_tokens, ()
+            self._run_fixed(batch, num_drafted, timer)
+        return num_verified + 1, batch.num_tokens, ()
 
-    def _dispatch(self, plan: StepPlan) -> tuple[int | None, bool, bool]:
-        """Return the captured size that holds a step, if any, whether it is uniform, and plain."""
+    def _num_drafted(self, plan: StepPlan) -> int:
+        """Return how many drafts a step proposes for each request."""
+        k = self.config.num_speculative_tokens
+        return k if plan.num_drafted is None else plan.num_drafted
+
+    def _dispatch(self, plan: StepPlan) -> "_Dispatch":
+        """Find the fixed shape that a step runs in."""
+        num_drafted = self._num_drafted(plan)
         if not self._fixed_shapes:
-            return None, False, False
-        last = self._last_dispatch
-        if last is not None and plan.has_arrays_of(last[0]):
-            return last[1:]
-        num_places = self.graphs.padded(plan.num_reqs)
-        uniform = plan.is_uniform(self.config.num_speculative_tokens + 1)
+            return _Dispatch(None, None, num_drafted, False)
+        if self._last_dispatch is not None:
+            last, found = self._last_dispatch
+            if plan.has_arrays_of(last) and found.num_drafted == num_drafted:
+                return found
+        num_verified = plan.num_verified
+        if num_verified not in self.draft_choices:
+            num_verified = None
         # A step of padding alone stands for any step: it takes the dearest path, unless told.
         rows_np = plan.rows_np[plan.rows_np >= 0]
         plain = not self.sampler.has_extras(rows_np) if len(rows_np) else self.padding_is_plain
-        self._last_dispatch = (plan, num_places, uniform, plain)
-        return num_places, uniform, plain
+        num_places = self.graphs.padded(plan.num_reqs, self._sized_by(plan))
+        found = _Dispatch(num_places, num_verified, num_drafted, plain)
+        self._last_dispatch = plan, found
+        return found
 
-    def _run_fixed(self, batch: InputBatch, timer: StepTimer | None) -> None:
+    def _sized_by(self, plan: StepPlan) -> int:
+        """Return whose captured sizes a step takes: by the drafts verified, or else proposed."""
+        # Of a step that is not uniform, the drafter's passes behind its first have a shape.
+        verified, drafted = plan.num_verified, self._num_drafted(plan)
+        return drafted if verified is None or verified not in self.draft_choices else verified
+
+    def _run_fixed(self, batch: InputBatch, num_drafted: int, timer: StepTimer | None) -> None:
         """Run a uniform step of a fixed shape that is not one graph."""
         k, scope = self.config.num_speculative_tokens, self.config.graph_scope
-        target = GraphKey("target", batch.num_reqs, k, k, batch.plain)
-        draft = GraphKey("draft", batch.num_reqs, k, k)
+        shape = batch.num_reqs, batch.max_query_len - 1, num_drafted, batch.plain
+        target, draft = GraphKey.of("target", *shape), GraphKey.of("draft", *shape)
         if target in self.graphs:
             hidden, outcome = self.graphs.launch(target)
             if timer is not None:
@@ -357,7 +405,7 @@ class ModelRunner:
             safe = self.drafter.capabilities.graph_safe
             reason = f"graph_scope is {scope}" if safe else "the drafter is not graph-safe"
             self.graphs.count_eager("draft", reason)
-            self._step.run_drafter(batch, hidden, outcome)
+            self._step.run_drafter(batch, hidden, outcome, num_drafted)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
@@ -375,7 +423,7 @@ class ModelRunner:
         prompts = self._step.take_prompt_logprobs(plan, hidden, timer)
         if self.config.num_speculative_tokens:
             propose = partial(self._propose_ragged, plan, num_places, outcome)
-            self._step.run_drafter(batch, hidden, outcome, propose)
+            self._step.run_drafter(batch, hidden, outcome, self._num_drafted(plan), propose)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
@@ -387,11 +435,7 @@ class ModelRunner:
         """Propose after a first pass that ran eager, in a fixed shape where there is one."""
         if not plan.samples_np.any():
             return  # no place can use a draft
-        k, wants, scope = (
-            self.config.num_speculative_tokens,
-            self.drafter.capabilities,
-            self.config.graph_scope,
-        )
+        wants, scope = self.drafter.capabilities, self.config.graph_scope
         fixed_shape = num_places is not None and wants.splits_first_pass
         if not wants.graph_safe:
             reason = "the drafter is not graph-safe"
@@ -406,7 +450,7 @@ class ModelRunner:
             self.drafter.propose(ctx)
             return
         assert num_places is not None
-        batch, n = self._fixed_batch(num_places), plan.num_reqs
+        batch, n = self._fixed_batch(num_places, ctx.num_drafts), plan.num_reqs
         fixed, _ = self._fixed_inputs(batch)
         for counts, own in (
             (fixed.num_sampled, outcome.num_sampled),
@@ -414,19 +458,20 @@ class ModelRunner:
         ):
             counts.zero_()
             counts[:n].copy_(own)
-        key = GraphKey("propose", num_places, k, k)
+        key = GraphKey.of("propose", num_places, ctx.num_drafts, ctx.num_drafts)
         if key in self.graphs:
             self.graphs.launch(key)
         else:
             self.graphs.count_eager("propose", reason)
-            self._step.propose(batch, fixed)
+            self._step.propose(batch, fixed, ctx.num_drafts)
 
     def _why_ragged(self, plan: StepPlan, num_places: int | None) -> str:
         """Say why a step does not run in a captured shape."""
         if not self._fixed_shapes:
             return f"graph_scope is {self.config.graph_scope}"
         if num_places is None:
-            return f"more than {self.graphs.sizes[-1]} requests"
+            sizes = self.graphs.sizes.get(self._sized_by(plan))
+            return f"more than {sizes[-1]} requests" if sizes else "no such shape is captured"
         if plan.is_prefill_np.any():
             return "the step runs prompt tokens"
         return "the requests verify unlike numbers of positions"

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from runner.async_output import StepOutput
 from runner.loader import (
     LoadedTarget,
@@ -30,6 +32,8 @@ from specdec.admission import Admission
 from specdec.checks import check_pairing, check_placement
 from specdec.config import EngineConfig, from_mapping
 from specdec.delivery import Delivery
+from specdec.draft_length.base import StepOutcome
+from specdec.draft_length.registered import make_draft_length
 from specdec.ending import Trimmed
 from specdec.errors import ConfigError
 from specdec.grammar_steps import GrammarSteps
@@ -69,6 +73,8 @@ class Engine:
         num_speculative_tokens: K; 0 together with the drafter "none" is plain decoding.
         config: sizes and device.
         trace: collects step traces where given.
+        draft_length: how many of the K drafts a step proposes: "fixed" (all), or the name, a
+            mapping with a key "name", or a config object of another policy.
         options: fields of `EngineConfig`, instead of `config`.
 
     Raises:
@@ -84,6 +90,7 @@ class Engine:
         num_speculative_tokens: int = 4,
         config: EngineConfig | None = None,
         trace: StepTrace | None = None,
+        draft_length: str | Mapping[str, Any] | object = "fixed",
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -103,6 +110,7 @@ class Engine:
         never_drafts = getattr(drafter_entry.cls, "never_drafts", False)
         self.num_speculative_tokens = 0 if never_drafts else num_speculative_tokens
         config.check(self.num_speculative_tokens)
+        self.draft_length = make_draft_length(draft_length, self.num_speculative_tokens)
         self.drafter = drafter_entry.cls(drafter_config)
         self.verifier = verifier_entry.cls(verifier_config)
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
@@ -150,6 +158,7 @@ class Engine:
                 uniform_verify,
             ),
             BlockAllocator(self.runner.num_kv_blocks, config.block_size),
+            self.draft_length.next_length,
         )
         self._drafts_known = self.max_steps_in_flight == 1
         self._admission = Admission(target, self.verifier, config, self.num_speculative_tokens)
@@ -181,6 +190,8 @@ class Engine:
             graph_num_reqs=config.graph_num_reqs,
             max_steps_in_flight=self.max_steps_in_flight,
             token_table=config.token_table,
+            draft_choices=self.draft_length.choices,
+            confidence_threshold=self.draft_length.confidence_threshold,
         )
         return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
 
@@ -359,14 +370,32 @@ class Engine:
         if output.logprobs is not None or output.prompts:
             self._read_logprobs(output, scheduled.requests, set(requests), increments)
         seconds = self._clock.read(flight.started)
+        if self.draft_length.learns:
+            self._learn_length(scheduled, outcomes, seconds)
         if self.trace is not None and flight.handle.timer is not None:
             num_tokens = scheduled.num_tokens if places is None else scheduled.num_tokens[places]
             lines = trace_lines(flight.step, num_tokens.tolist(), outcomes, increments)
             for line in lines:
                 self.trace.add_request_step(line)
             num_committed = sum(len(i.new_token_ids) for i in increments)
-            self.trace.add_step(step_line(flight.step, flight.handle, seconds, num_committed))
+            lengths = scheduled.num_verified, scheduled.num_drafted
+            line = step_line(flight.step, flight.handle, seconds, num_committed)
+            self.trace.add_step((*line, *lengths))
         return increments
+
+    def _learn_length(self, scheduled: ScheduledStep, outcomes: Outcomes, seconds: float) -> None:
+        """Show a step to the policy of the draft length."""
+        verified = zip(outcomes.verifies, outcomes.num_sampled, strict=True)
+        self.draft_length.observe(
+            StepOutcome(
+                num_reqs=len(scheduled.requests),
+                num_verified=scheduled.num_verified,
+                num_drafted=scheduled.num_drafted,
+                seconds=seconds,
+                num_sampled=np.array([n for verifies, n in verified if verifies], dtype=np.int64),
+                only_verifies=all(scheduled.verifies),
+            )
+        )
 
     def _read_logprobs(
         self,

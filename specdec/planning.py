@@ -70,6 +70,7 @@ class Planner:
             is_last_chunk_np=scheduled.is_last_chunk,
             max_seq_len=max_seq_len,
             max_total_len=max_total_len,
+            num_drafted=scheduled.num_drafted,
         )
         return self._plan
 

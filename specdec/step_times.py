@@ -28,7 +28,7 @@ class StepClock:
 
 
 def step_line(step: int, handle: StepHandle, seconds: float, num_committed: int) -> tuple[Any, ...]:
-    """Return a step's line for the trace, in the order of `specdec.trace.STEP_COLUMNS`.
+    """Return a step's line for the trace, up to `step_ms` of `specdec.trace.STEP_COLUMNS`.
 
     Args:
         step: its index.
