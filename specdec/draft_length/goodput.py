@@ -28,8 +28,8 @@ from specdec.registry import register_draft_length
 # Weight and value of what is believed of a draft position before anything was seen there.
 _PRIOR_WEIGHT, _PRIOR_ACCEPTANCE = 1.0, 0.5
 # A step that takes longer than so many mean ones says nothing of its shape: it compiled a kernel,
-# or the machine did something else.
-_OUTLIER = 3.0
+# or the machine did something else. So many of them in a row are the new truth.
+_OUTLIER, _PERSISTENT = 3.0, 3
 # Steps that a choice is tried for at most, as a multiple of those that have to be measured: where
 # prompts run in every step none may ever be.
 _PATIENCE = 4
@@ -79,12 +79,15 @@ class _Cost:
         self.count = 0
         self.seconds = 0.0
         self._weight = 0.0
+        self._num_slow = 0  # in a row
 
     def add(self, seconds: float, decay: float) -> None:
-        if self.count and seconds * _OUTLIER < self.seconds and self.count <= 2:
-            self._weight = 0.0  # what came first was the outlier
-        elif self.count:
-            seconds = min(seconds, self.seconds * _OUTLIER)
+        slow = self.count > 0 and seconds > self.seconds * _OUTLIER
+        self._num_slow = self._num_slow + 1 if slow else 0
+        if 0 < self._num_slow < _PERSISTENT:
+            return
+        if slow or seconds * _OUTLIER < self.seconds:
+            self._weight = 0.0  # what was seen before was the outlier
         self.count += 1
         self._weight = self._weight * decay + 1
         self.seconds += (seconds - self.seconds) / self._weight
