@@ -185,7 +185,7 @@ def _measure_split(load: _Load, num_steps: int, read_text: bool) -> dict[str, fl
 
     undo = [
         timed(engine.scheduler, "schedule", "schedule_us"),
-        timed(engine, "_prepare", "prepare_us"),
+        timed(engine._planner, "prepare", "prepare_us"),
         timed(engine.runner, "execute_model", "stub_us"),
         timed(engine, "_read", "read_us"),
     ]

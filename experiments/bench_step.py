@@ -225,7 +225,7 @@ def _host_parts(engine: Engine, num_steps: int) -> dict[str, float]:
     spent: dict[str, float] = {}
     for owner, name in (
         (engine.scheduler, "schedule"),
-        (engine, "_prepare"),
+        (engine._planner, "prepare"),
         (runner, "execute_model"),
         (runner.graphs, "launch"),
         (runner.outputs, "end_step"),

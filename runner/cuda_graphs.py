@@ -1,9 +1,10 @@
 """CUDA graphs: what is captured, for which shapes, from which pool, and what it costs.
 
-A shape is (padded requests, K verified, K drafted). What runs the target is captured twice: with
-the kernels for logits processors and log-probabilities, and plain, for steps in which no request
-asks for any. Of a uniform step, in which every request verifies K + 1 positions, these parts can be
-captured:
+A shape is (padded requests, drafts verified, drafts proposed); both numbers are K, unless a policy
+of the draft length chooses them step by step: then every pair that it can choose is captured. What
+runs the target is captured twice: with the kernels for logits processors and log-probabilities, and
+plain, for steps in which no request asks for any. Of a uniform step, in which every request
+verifies the same number of positions, these parts can be captured:
 
     step      all of it: inputs, target, verification, state update, draft passes, outcome
     target    inputs, target, verification, state update   (for a drafter that is not graph-safe)
@@ -45,6 +46,22 @@ class GraphKey:
     num_drafted: int  # drafts proposed for each request
     plain: bool = False  # captured without logits processors and log-probabilities
 
+    @classmethod
+    def of(
+        cls, part: Part, num_reqs: int, num_verified: int, num_drafted: int, plain: bool = False
+    ) -> "GraphKey":
+        """Return the key of a part in a step of that shape, whatever of it the part depends on.
+
+        The number that a part does not depend on repeats the other one; drafter's passes know
+        nothing of the sampler's parameters.
+        """
+        if part == "target":
+            num_drafted = num_verified
+        if part == "propose":
+            num_verified = num_drafted
+        plain = plain and part in ("step", "target")
+        return cls(part, num_reqs, num_verified, num_drafted, plain)
+
 
 @dataclass(frozen=True)
 class CaptureCost:
@@ -77,10 +94,10 @@ class CUDAGraphManager:
 
     Args:
         device: a CUDA device, or a CPU (see the module).
-        sizes: padded numbers of requests, rising.
+        sizes: padded numbers of requests, rising, by the drafts that each of them verifies.
     """
 
-    def __init__(self, device: torch.device, sizes: list[int]) -> None:
+    def __init__(self, device: torch.device, sizes: dict[int, list[int]]) -> None:
         self.device = device
         self.sizes = sizes
         self.cost = CaptureCost(0, 0.0, 0)
@@ -99,9 +116,10 @@ class CUDAGraphManager:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._captured
 
-    def padded(self, num_reqs: int) -> int | None:
+    def padded(self, num_reqs: int, num_verified: int) -> int | None:
         """Return the smallest captured size that holds a step, None where there is none."""
-        return next((size for size in self.sizes if size >= num_reqs), None)
+        sizes = self.sizes.get(num_verified, ())
+        return next((size for size in sizes if size >= num_reqs), None)
 
     def capture(self, key: GraphKey, function: Callable[[], Any]) -> None:
         """Capture a function whose kernels were compiled before, and keep what it returns.
@@ -152,10 +170,11 @@ class CUDAGraphManager:
         """Log what was captured, its memory and its time."""
         parts = Counter(key.part for key in self._captured)
         logger.info(
-            "%s %s for %s requests: %.1f MiB, %.1f s",
+            "%s %s for %s requests and %s drafts: %.1f MiB, %.1f s",
             "captured" if self._on_gpu else "fixed shapes, no graphs on a CPU:",
             ", ".join(f"{n} {part}" for part, n in parts.items()) or "nothing",
-            self.sizes,
+            sorted({size for sizes in self.sizes.values() for size in sizes}),
+            list(self.sizes),
             self.cost.num_bytes / 2**20,
             self.cost.seconds,
         )

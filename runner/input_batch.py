@@ -29,6 +29,7 @@ class StepPlan:
     is_last_chunk_np: np.ndarray  # [R] bool, a prefill that reaches prefill_len
     max_seq_len: int  # bound on any row's context length including this step
     max_total_len: int  # bound on any row's total_len after this step
+    num_drafted: int | None = None  # drafts to propose for each request; None = K
 
     @property
     def num_reqs(self) -> int:
@@ -50,9 +51,12 @@ class StepPlan:
         """Return for each place whether it samples: a chunk before the last does not."""
         return ~self.is_prefill_np | self.is_last_chunk_np
 
-    def is_uniform(self, query_len: int) -> bool:
-        """Return whether every place verifies `query_len` positions."""
-        return not self.is_prefill_np.any() and bool((self.query_lens_np == query_len).all())
+    @cached_property
+    def num_verified(self) -> int | None:
+        """Return how many drafts every place verifies, None where they are not alike."""
+        longest = int(self.query_lens_np.max(initial=0))
+        alike = not self.is_prefill_np.any() and bool((self.query_lens_np == longest).all())
+        return longest - 1 if alike and longest else None
 
     def has_arrays_of(self, other: "StepPlan") -> bool:
         """Return whether the arrays are the very ones of another plan: a quick test for equal."""
@@ -65,7 +69,11 @@ class StepPlan:
 
 
 def padding_plan(
-    num_places: int, query_len: int, is_prefill: bool = False, max_seq_len: int | None = None
+    num_places: int,
+    query_len: int,
+    is_prefill: bool = False,
+    max_seq_len: int | None = None,
+    num_drafted: int | None = None,
 ) -> StepPlan:
     """Return a plan of padding alone: it runs at full cost and touches no state.
 
@@ -74,6 +82,7 @@ def padding_plan(
         query_len: tokens a place.
         is_prefill: whether the tokens are prompt tokens.
         max_seq_len: context length that is read for; None takes `query_len`.
+        num_drafted: drafts to propose; None takes K.
     """
     flag = np.full(num_places, is_prefill)
     return StepPlan(
@@ -83,6 +92,7 @@ def padding_plan(
         is_last_chunk_np=flag,
         max_seq_len=max_seq_len or query_len,
         max_total_len=(max_seq_len or query_len) + 1,
+        num_drafted=num_drafted,
     )
 
 

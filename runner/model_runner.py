@@ -7,13 +7,12 @@ same functions on the very same shapes. What a step does is in `runner.step`.
 """
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,17 +20,17 @@ from torch import Tensor
 
 from runner.async_output import AsyncOutput, OutputRing, PromptTensor, StepTensors
 from runner.buffers import StagedTables
+from runner.capture import capture_graphs
 from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
 from runner.features import Features, FixedInputs
-from runner.input_batch import InputBatch, InputBuffers, StepPlan, padding_plan
+from runner.input_batch import InputBatch, InputBuffers, StepPlan
 from runner.kv_cache import PagedKVCache
 from runner.memory import choose_num_kv_blocks
 from runner.models.hf import HFModel
 from runner.states import NewRow, RequestState
 from runner.step import SamplerProtocol, Step
 from runner.step_timer import StepTimer
-from specdec.checks import check_wants
-from specdec.errors import CapacityError, UnsupportedError
+from specdec.checks import check_lengths_of, check_wants
 from specdec.protocols import DraftBuffers, DraftContext, Drafter, TargetView
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,8 @@ class RunnerConfig:
     graph_scope: str = "none"  # "step", "draft" or "none"
     graph_num_reqs: list[int] | None = None
     token_table: str = "device"
+    draft_choices: tuple[int, ...] | None = None  # drafts that a step may propose; None: always K
+    confidence_threshold: float | None = None  # see runner.confidence
 
 
 @dataclass
@@ -62,6 +63,15 @@ class StepHandle:
     timer: StepTimer | None  # where the step was asked to be timed
     generations: np.ndarray  # [R] int64, of the rows when the step was enqueued
     num_computed_tokens: int  # tokens that the target ran, padding included
+
+
+class _Dispatch(NamedTuple):
+    """The fixed shape that a step runs in."""
+
+    num_places: int | None  # captured size that holds it, None where there is none
+    num_verified: int | None  # drafts that each request verifies; None where the step is ragged
+    num_drafted: int
+    plain: bool
 
 
 class ModelRunner:
@@ -93,14 +103,17 @@ class ModelRunner:
             max_reqs, config.max_model_len, max_num_blocks, k, device, config.token_table
         )
         self._state_view = self.state.view()
-        most_reqs = min(max_reqs, max(1, config.max_num_batched_tokens // (k + 1)))
-        self.graphs = CUDAGraphManager(device, capture_sizes(config.graph_num_reqs, most_reqs))
+        self.draft_choices = (k,) if config.draft_choices is None else config.draft_choices
+        sizes = {choice: self._capture_sizes(choice) for choice in self.draft_choices}
+        self.graphs = CUDAGraphManager(device, sizes)
         # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
         self._fixed_shapes = device.type == "cuda" or config.graph_scope != "none"
-        self._fixed_batches: dict[tuple[int, bool], InputBatch] = {}
-        self._padding_is_plain = False
-        largest = self.graphs.sizes[-1] if self._fixed_shapes else 0
-        max_tokens = max(config.max_num_batched_tokens, largest * (k + 1))
+        self._fixed_batches: dict[tuple[int, int, bool], InputBatch] = {}
+        self.padding_is_plain = False
+        largest, max_tokens = 0, config.max_num_batched_tokens
+        if self._fixed_shapes:
+            largest = max(own[-1] for own in sizes.values())
+            max_tokens = max(max_tokens, *(own[-1] * (v + 1) for v, own in sizes.items()))
         self.buffers = InputBuffers(max_reqs, max_tokens, max_reqs * (k + 1), device)
         # One place more than there are steps in flight: the host fills it while they run.
         depth = config.max_steps_in_flight + 1
@@ -108,7 +121,7 @@ class ModelRunner:
         self._tables = StagedTables(
             [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
         )
-        self._last_dispatch: tuple[StepPlan, int | None, bool, bool] | None = None
+        self._last_dispatch: tuple[StepPlan, _Dispatch] | None = None
         view = TargetView(
             model=target,
             vocab_size=target.vocab_size,
@@ -119,7 +132,7 @@ class ModelRunner:
             max_model_len=config.max_model_len,
             tokenizer=tokenizer,
         )
-        with self._on_device():
+        with self.on_device():
             drafter.load(view)
         self.num_kv_blocks = config.num_kv_blocks or 1
         self.kv = target.make_kv_cache(self.num_kv_blocks, config.block_size)
@@ -128,17 +141,25 @@ class ModelRunner:
         self._step = Step(
             target, sampler, drafter, self.state, self.kv, self.outputs, self.draft_logits
         )
+        if self.draft_confidence is not None:
+            self._step.confidence = self.draft_confidence, config.confidence_threshold or 0.0
         if config.num_kv_blocks is None:
             self.num_kv_blocks = choose_num_kv_blocks(self)
             for kv in self.kv_caches:
                 kv.resize(self.num_kv_blocks)
             self._bind_drafter()  # again: these addresses stay
         self._log_memory()
-        self._capture_graphs()
+        capture_graphs(self)
 
-    def _on_device(self) -> AbstractContextManager[Any]:
+    def on_device(self) -> AbstractContextManager[Any]:
         """Make the runner's GPU the current one: kernels and events go there, not to a tensor's."""
         return nullcontext() if self._gpu_index is None else torch.cuda.device(self._gpu_index)
+
+    def _capture_sizes(self, num_verified: int) -> list[int]:
+        """Return the numbers of requests that a uniform step is padded to, rising."""
+        config = self.config
+        most_reqs = max(1, config.max_num_batched_tokens // (num_verified + 1))
+        return capture_sizes(config.graph_num_reqs, min(config.max_num_reqs, most_reqs))
 
     @property
     def kv_caches(self) -> list[PagedKVCache]:
@@ -165,6 +186,7 @@ class ModelRunner:
         """
         wants, config, device = self.drafter.capabilities, self.config, self.device
         check_wants(self.drafter, config.token_table, len(self.target.layers))
+        check_lengths_of(self.drafter, self.draft_choices, config.confidence_threshold)
         k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
@@ -172,6 +194,10 @@ class ModelRunner:
         if wants.offers_q and k > 0:
             shape = (config.max_num_reqs, k, self.target.vocab_size)
             self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.draft_confidence: Tensor | None = None
+        if config.confidence_threshold is not None and k > 0:
+            shape = config.max_num_reqs, k
+            self.draft_confidence = torch.zeros(shape, dtype=torch.float32, device=device)
         self.draft_kv: PagedKVCache | None = None
         if wants.kv is not None:
             self.draft_kv = PagedKVCache(
@@ -193,88 +219,32 @@ class ModelRunner:
             state.draft_kind,
             self.draft_logits,
             self.draft_kv,
+            self.draft_confidence,
             from_host=state.from_host if self.drafter.capabilities.on_cpu else None,
         )
-        with self._on_device():
+        with self.on_device():
             self.drafter.bind(state.view(), buffers)
 
     # --- graphs ---------------------------------------------------------------------------------
 
-    @property
-    def _graph_parts(self) -> list[Part]:
-        """Return the parts of a step that the scope and the drafter allow to capture."""
-        k, scope, wants = (
-            self.config.num_speculative_tokens,
-            self.config.graph_scope,
-            self.drafter.capabilities,
-        )
-        drafts = k > 0 and wants.graph_safe
-        parts: list[Part] = []
-        if scope == "step":
-            parts.append("step" if drafts or k == 0 else "target")
-        if scope == "draft" and drafts:
-            parts.append("draft")
-        if scope != "none" and drafts and wants.splits_first_pass:
-            parts.append("propose")
-        return parts
-
-    def _capture_graphs(self) -> None:
-        """Capture every part for every size, from the largest on.
-
-        Raises:
-            UnsupportedError: the drafter does what a graph cannot hold.
-            CapacityError: the device's memory does not hold the graphs.
-        """
-        k, name = self.config.num_speculative_tokens, type(self.drafter).__name__
-        self.graphs.launches.clear()  # the memory profile is no step of the run
-        if self.config.graph_scope == "none":
-            return
-        for size, plain in itertools.product(reversed(self.graphs.sizes), (False, True)):
-            self._padding_is_plain = plain
-            # Runs eager, as nothing of this shape is captured yet: every kernel is compiled by it.
-            plan = padding_plan(size, k + 1, max_seq_len=self.config.max_model_len)
-            self.execute_model(plan).output.wait()
-            functions = self._graph_functions(size, plain)
-            for part in self._graph_parts:
-                varies = part in ("step", "target")
-                if plain and not varies:
-                    continue  # a drafter's passes know nothing of the sampler's parameters
-                try:
-                    with torch.inference_mode(), self._on_device():
-                        self.graphs.capture(GraphKey(part, size, k, k, plain), functions[part])
-                except torch.OutOfMemoryError as error:
-                    raise CapacityError(
-                        f"the graph of {size} requests does not fit the device's memory beside "
-                        f"{self.num_kv_blocks} KV blocks; lower num_kv_blocks or graph_num_reqs"
-                    ) from error
-                except Exception as error:  # whatever a plug-in's code raises, the reason is shown
-                    reason = " ".join(str(error).split())[:200]
-                    raise UnsupportedError(
-                        f"part {part!r} of a step with drafter {name} cannot be captured in a CUDA "
-                        f"graph ({reason}); set graph_safe=False in the drafter's capabilities, or "
-                        f"graph_scope='none'"
-                    ) from error
-        self._padding_is_plain = False
-        self.graphs.launches.clear()
-        self.graphs.log_cost()
-
-    def _graph_functions(self, size: int, plain: bool) -> dict[Part, Callable[[], Any]]:
-        """Return what each part runs at a size."""
-        batch, step = self._fixed_batch(size, plain), self._step
+    def graph_functions(
+        self, size: int, num_verified: int, num_drafted: int, plain: bool
+    ) -> dict[Part, Callable[[], Any]]:
+        """Return what each part runs in a shape."""
+        batch, step = self._fixed_batch(size, num_verified, plain), self._step
         outcome, features = self._fixed_inputs(batch)
         return {
-            "step": partial(step.run, batch),
+            "step": partial(step.run, batch, num_drafted),
             "target": partial(step.run_target, batch),
-            "draft": partial(step.run_drafter, batch, features, outcome),
-            "propose": partial(step.propose, batch, outcome),
+            "draft": partial(step.run_drafter, batch, features, outcome, num_drafted),
+            "propose": partial(step.propose, batch, outcome, num_drafted),
         }
 
-    def _fixed_batch(self, size: int, plain: bool = False) -> InputBatch:
+    def _fixed_batch(self, size: int, num_verified: int, plain: bool = False) -> InputBatch:
         """Return the views of a uniform step of `size` places."""
-        key = size, plain
+        key = size, num_verified, plain
         if key not in self._fixed_batches:
-            query_len = self.config.num_speculative_tokens + 1
-            batch = self.buffers.fixed_batch(size, query_len, self.config.max_model_len)
+            batch = self.buffers.fixed_batch(size, num_verified + 1, self.config.max_model_len)
             self._fixed_batches[key] = dataclasses.replace(batch, plain=plain)
         return self._fixed_batches[key]
 
@@ -289,7 +259,7 @@ class ModelRunner:
         row = self.state.add_request(new)
         self.sampler.add_request(row, params, seed, sample_index, new)
         self.sampler.logprobs.prompts.add_request(row, new)
-        with torch.inference_mode(), self._on_device():
+        with torch.inference_mode(), self.on_device():
             self.drafter.add_request(row)
         return row
 
@@ -327,7 +297,7 @@ class ModelRunner:
 
         After an exception nothing is known of the steps in flight: call `abandon_steps`.
         """
-        with torch.inference_mode(), self._on_device():
+        with torch.inference_mode(), self.on_device():
             ring_place = self.outputs.begin_step()
             timer = StepTimer(self.device.type == "cuda") if timed else None
             width, num_tokens, prompts = self._execute(plan, ring_place, timer)
@@ -345,48 +315,64 @@ class ModelRunner:
             How many tokens a place of its outcome holds, how many tokens the target ran, and what
             its prompt tokens gave.
         """
-        k = self.config.num_speculative_tokens
-        num_places, uniform, plain = self._dispatch(plan)
+        num_places, num_verified, num_drafted, plain = self._dispatch(plan)
         # Padding of a uniform step runs tokens, that of a ragged one is there for `propose` alone.
-        self.buffers.stage(plan, num_places or plan.num_reqs, k + 1 if uniform else 0)
+        padding_len = 0 if num_verified is None else num_verified + 1
+        self.buffers.stage(plan, num_places or plan.num_reqs, padding_len)
         self._tables.apply(ring_place)
         self.sampler.prepare_rows(self._state_view)
-        if num_places is None or not uniform:
+        if num_places is None or num_verified is None:
             batch = dataclasses.replace(self.buffers.batch(plan), plain=plain)
             self._step.adopt_drafts(batch)
             width, prompts = self._run_ragged(batch, plan, num_places, timer)
             return width, batch.num_tokens, prompts
-        batch = self._fixed_batch(num_places, plain)
+        batch = self._fixed_batch(num_places, num_verified, plain)
         self._step.adopt_drafts(batch)
-        key = GraphKey("step", num_places, k, k, plain)
+        key = GraphKey.of("step", num_places, num_verified, num_drafted, plain)
         if key in self.graphs:
             self.graphs.launch(key)
             if timer is not None:
                 timer.end("step")
         else:
-            self._run_fixed(batch, timer)
-        return k + 1, batch.num_tokens, ()
+            self._run_fixed(batch, num_drafted, timer)
+        return num_verified + 1, batch.num_tokens, ()
 
-    def _dispatch(self, plan: StepPlan) -> tuple[int | None, bool, bool]:
-        """Return the captured size that holds a step, if any, whether it is uniform, and plain."""
+    def _num_drafted(self, plan: StepPlan) -> int:
+        """Return how many drafts a step proposes for each request."""
+        k = self.config.num_speculative_tokens
+        return k if plan.num_drafted is None else plan.num_drafted
+
+    def _dispatch(self, plan: StepPlan) -> "_Dispatch":
+        """Find the fixed shape that a step runs in."""
+        num_drafted = self._num_drafted(plan)
         if not self._fixed_shapes:
-            return None, False, False
-        last = self._last_dispatch
-        if last is not None and plan.has_arrays_of(last[0]):
-            return last[1:]
-        num_places = self.graphs.padded(plan.num_reqs)
-        uniform = plan.is_uniform(self.config.num_speculative_tokens + 1)
+            return _Dispatch(None, None, num_drafted, False)
+        if self._last_dispatch is not None:
+            last, found = self._last_dispatch
+            if plan.has_arrays_of(last) and found.num_drafted == num_drafted:
+                return found
+        num_verified = plan.num_verified
+        if num_verified not in self.draft_choices:
+            num_verified = None
         # A step of padding alone stands for any step: it takes the dearest path, unless told.
         rows_np = plan.rows_np[plan.rows_np >= 0]
-        plain = not self.sampler.has_extras(rows_np) if len(rows_np) else self._padding_is_plain
-        self._last_dispatch = (plan, num_places, uniform, plain)
-        return num_places, uniform, plain
+        plain = not self.sampler.has_extras(rows_np) if len(rows_np) else self.padding_is_plain
+        num_places = self.graphs.padded(plan.num_reqs, self._sized_by(plan))
+        found = _Dispatch(num_places, num_verified, num_drafted, plain)
+        self._last_dispatch = plan, found
+        return found
 
-    def _run_fixed(self, batch: InputBatch, timer: StepTimer | None) -> None:
+    def _sized_by(self, plan: StepPlan) -> int:
+        """Return whose captured sizes a step takes: by the drafts verified, or else proposed."""
+        # Of a step that is not uniform, the drafter's passes behind its first have a shape.
+        verified, drafted = plan.num_verified, self._num_drafted(plan)
+        return drafted if verified is None or verified not in self.draft_choices else verified
+
+    def _run_fixed(self, batch: InputBatch, num_drafted: int, timer: StepTimer | None) -> None:
         """Run a uniform step of a fixed shape that is not one graph."""
         k, scope = self.config.num_speculative_tokens, self.config.graph_scope
-        target = GraphKey("target", batch.num_reqs, k, k, batch.plain)
-        draft = GraphKey("draft", batch.num_reqs, k, k)
+        shape = batch.num_reqs, batch.max_query_len - 1, num_drafted, batch.plain
+        target, draft = GraphKey.of("target", *shape), GraphKey.of("draft", *shape)
         if target in self.graphs:
             features, outcome = self.graphs.launch(target)
             if timer is not None:
@@ -405,7 +391,7 @@ class ModelRunner:
             safe = self.drafter.capabilities.graph_safe
             reason = f"graph_scope is {scope}" if safe else "the drafter is not graph-safe"
             self.graphs.count_eager("draft", reason)
-            self._step.run_drafter(batch, features, outcome)
+            self._step.run_drafter(batch, features, outcome, num_drafted)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
@@ -423,7 +409,7 @@ class ModelRunner:
         prompts = self._step.take_prompt_logprobs(plan, features, timer)
         if self.config.num_speculative_tokens:
             propose = partial(self._propose_ragged, plan, num_places, outcome)
-            self._step.run_drafter(batch, features, outcome, propose)
+            self._step.run_drafter(batch, features, outcome, self._num_drafted(plan), propose)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
@@ -435,11 +421,7 @@ class ModelRunner:
         """Propose after a first pass that ran eager, in a fixed shape where there is one."""
         if not plan.samples_np.any():
             return  # no place can use a draft
-        k, wants, scope = (
-            self.config.num_speculative_tokens,
-            self.drafter.capabilities,
-            self.config.graph_scope,
-        )
+        wants, scope = self.drafter.capabilities, self.config.graph_scope
         fixed_shape = num_places is not None and wants.splits_first_pass
         if not wants.graph_safe:
             reason = "the drafter is not graph-safe"
@@ -456,7 +438,7 @@ class ModelRunner:
             self.drafter.propose(ctx)
             return
         assert num_places is not None
-        batch, n = self._fixed_batch(num_places), plan.num_reqs
+        batch, n = self._fixed_batch(num_places, ctx.num_drafts), plan.num_reqs
         fixed, _ = self._fixed_inputs(batch)
         for counts, own in (
             (fixed.num_sampled, outcome.num_sampled),
@@ -464,19 +446,20 @@ class ModelRunner:
         ):
             counts.zero_()
             counts[:n].copy_(own)
-        key = GraphKey("propose", num_places, k, k)
+        key = GraphKey.of("propose", num_places, ctx.num_drafts, ctx.num_drafts)
         if key in self.graphs:
             self.graphs.launch(key)
         else:
             self.graphs.count_eager("propose", reason)
-            self._step.propose(batch, fixed)
+            self._step.propose(batch, fixed, ctx.num_drafts)
 
     def _why_ragged(self, plan: StepPlan, num_places: int | None) -> str:
         """Say why a step does not run in a captured shape."""
         if not self._fixed_shapes:
             return f"graph_scope is {self.config.graph_scope}"
         if num_places is None:
-            return f"more than {self.graphs.sizes[-1]} requests"
+            sizes = self.graphs.sizes.get(self._sized_by(plan))
+            return f"more than {sizes[-1]} requests" if sizes else "no such shape is captured"
         if plan.is_prefill_np.any():
             return "the step runs prompt tokens"
         return "the requests verify unlike numbers of positions"

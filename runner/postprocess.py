@@ -170,6 +170,7 @@ def _limit_drafts_kernel(
     draft_limit_ptr,  # [N] int32
     num_drafts_ptr,  # [R] int32, out
     num_columns,
+    most_drafts,
     WIDTH: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -181,7 +182,7 @@ def _limit_drafts_kernel(
     inside = j < num_columns
     pointers = draft_tokens_ptr + row * draft_tokens_stride + j
     drafts = tl.load(pointers, mask=inside, other=-1)
-    limit = tl.load(draft_limit_ptr + row)
+    limit = tl.minimum(tl.load(draft_limit_ptr + row), most_drafts)
     holes = (drafts < 0) | (j >= limit)
     first_hole = tl.min(tl.where(holes, j, WIDTH))
     num_drafts = tl.minimum(first_hole, num_columns)
@@ -192,19 +193,23 @@ def _limit_drafts_kernel(
     tl.store(draft_kind_ptr + row, kind.to(tl.int8))
 
 
-def limit_drafts(batch: InputBatch, state: RequestState, num_drafts: Tensor) -> None:
+def limit_drafts(
+    batch: InputBatch, state: RequestState, num_drafts: Tensor, most_drafts: int
+) -> None:
     """Cut what a drafter proposed to a valid run, and count it.
 
-    A -1 ends the run (nothing after it can be accepted), as does the row's `draft_limit`. A row
-    with drafts and kind 0 becomes one-hot, a row without drafts kind 0.
+    A -1 ends the run (nothing after it can be accepted), as do the row's `draft_limit` and the
+    number of drafts that the step was to propose. A row with drafts and kind 0 becomes one-hot, a
+    row without drafts kind 0.
 
     Args:
         batch: the step.
         state: rows whose `draft_tokens` and `draft_kind` are cut.
         num_drafts: [R] int32, out: valid drafts of each place.
+        most_drafts: the step was to propose, at most K.
     """
     if not use_triton(num_drafts):
-        limit_drafts_ref(batch, state, num_drafts)
+        limit_drafts_ref(batch, state, num_drafts, most_drafts)
         return
     _limit_drafts_kernel[(batch.num_reqs,)](
         batch.idx_mapping,
@@ -214,17 +219,21 @@ def limit_drafts(batch: InputBatch, state: RequestState, num_drafts: Tensor) -> 
         state.draft_limit,
         num_drafts,
         state.num_speculative_tokens,
+        most_drafts,
         WIDTH=triton.next_power_of_2(max(state.num_speculative_tokens, 1)),
     )
 
 
-def limit_drafts_ref(batch: InputBatch, state: RequestState, num_drafts: Tensor) -> None:
+def limit_drafts_ref(
+    batch: InputBatch, state: RequestState, num_drafts: Tensor, most_drafts: int
+) -> None:
     """Torch twin of `limit_drafts`."""
     real = batch.idx_mapping >= 0
     row = batch.idx_mapping[real].long()
     drafts = state.draft_tokens[row]
     j = torch.arange(drafts.shape[1], device=drafts.device)
-    usable = (drafts >= 0) & (j < state.draft_limit[row][:, None])
+    limit = state.draft_limit[row].clamp(max=most_drafts)
+    usable = (drafts >= 0) & (j < limit[:, None])
     valid = usable.int().cumprod(1).bool()
     counts = valid.sum(1, dtype=torch.int32)
     state.draft_tokens[row] = torch.where(valid, drafts, -1)

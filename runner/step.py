@@ -17,6 +17,7 @@ from runner.adopt_drafts import adopt_drafts
 from runner.async_output import OutputRing, PromptTensor, StepTensors, publish_output
 from runner.attention import AttentionMetadata
 from runner.buffers import StagedWriteTensor
+from runner.confidence import cut_by_confidence
 from runner.features import Features
 from runner.input_batch import InputBatch, StepPlan
 from runner.kv_cache import PagedKVCache
@@ -131,6 +132,8 @@ class Step:
         self._draft_logits = draft_logits
         self._state_view = state.view()
         self._noise = sampler.noise(state.total_len.tensor)
+        # [N, K] float32 and the threshold of `runner.confidence`, where drafts are cut by it.
+        self.confidence: tuple[Tensor, float] | None = None
 
     def adopt_drafts(self, batch: InputBatch) -> None:
         """Take what the host staged as the step's drafts, where the drafter runs there."""
@@ -210,6 +213,7 @@ class Step:
         batch: InputBatch,
         features: Features,
         outcome: StepTensors,
+        num_drafts: int,
         propose: Callable[[DraftContext], None] | None = None,
     ) -> None:
         """Let the drafter learn and propose, then cut what it proposed to what is usable.
@@ -218,6 +222,7 @@ class Step:
             batch: the step.
             features: those that the drafter wants.
             outcome: `num_sampled` and `num_rejected` are read, `num_drafts` is written.
+            num_drafts: how many to propose; with 0 the drafter runs its first pass alone.
             propose: stands in for the drafter's own, where that is launched as a graph.
         """
         drafts, kind = self.state.draft_tokens, self.state.draft_kind
@@ -232,33 +237,36 @@ class Step:
             )
         )
         clear_drafts(batch.idx_mapping, drafts, kind)
-        ctx = self._draft_context(batch, features, outcome)
+        ctx = self._draft_context(batch, features, outcome, num_drafts)
         if self.drafter.capabilities.splits_first_pass:
             cast(SplitDrafter, self.drafter).first_pass(ctx)
-        (propose or self.drafter.propose)(ctx)
-        limit_drafts(batch, self.state, outcome.num_drafts)
+        if num_drafts:
+            (propose or self.drafter.propose)(ctx)
+            if self.confidence is not None:
+                cut_by_confidence(batch.idx_mapping, drafts, kind, *self.confidence)
+        limit_drafts(batch, self.state, outcome.num_drafts, num_drafts)
 
-    def propose(self, batch: InputBatch, outcome: StepTensors) -> None:
+    def propose(self, batch: InputBatch, outcome: StepTensors, num_drafts: int) -> None:
         """Run the drafter's passes behind its first; the tokens of the step are not there."""
         missing = cast(Any, None)
         by_place = dataclasses.replace(
             batch, positions=missing, input_ids=missing, query_start_loc=missing, seq_lens=missing
         )
-        self.drafter.propose(self._draft_context(by_place, Features(), outcome))
+        self.drafter.propose(self._draft_context(by_place, Features(), outcome, num_drafts))
 
     def publish(self, outcome: StepTensors) -> None:
         """Write the outcome to its place of the ring."""
         publish_output(self.outputs.step, outcome, self.outputs.tensor)
 
-    def run(self, batch: InputBatch) -> None:
+    def run(self, batch: InputBatch, num_drafts: int) -> None:
         """Run a whole step of a fixed shape."""
         features, outcome = self.run_target(batch)
         if self.state.num_speculative_tokens:
-            self.run_drafter(batch, features, outcome)
+            self.run_drafter(batch, features, outcome, num_drafts)
         self.publish(outcome)
 
     def _draft_context(
-        self, batch: InputBatch, features: Features, outcome: StepTensors
+        self, batch: InputBatch, features: Features, outcome: StepTensors, num_drafts: int
     ) -> DraftContext:
         wants = self.drafter.capabilities
         return DraftContext(
@@ -281,7 +289,7 @@ class Step:
             max_seq_len=min(batch.max_total_len, self.state.max_model_len),
             max_query_len=batch.max_query_len,
             num_last_chunks=batch.num_last_chunks,
-            num_drafts=self.state.num_speculative_tokens,
+            num_drafts=num_drafts,
         )
 
 

@@ -22,6 +22,8 @@ class LLM:
         verifier: likewise; "greedy", "rejection" or "sampled_match".
         num_speculative_tokens: drafts a step at most (K).
         trace: collects step traces where given.
+        draft_length: how many of the K drafts a step proposes: "fixed" (all), or another policy by
+            name, mapping or config object: "by_batch_size", "confidence", "goodput".
         options: fields of `specdec.config.EngineConfig` (dtype, device, seed, max_num_reqs,
             max_model_len, max_num_batched_tokens, num_kv_blocks, block_size, ...).
 
@@ -36,10 +38,17 @@ class LLM:
         verifier: str | Mapping[str, Any] | object = "rejection",
         num_speculative_tokens: int = 4,
         trace: StepTrace | None = None,
+        draft_length: str | Mapping[str, Any] | object = "fixed",
         **options: Any,
     ) -> None:
         self.engine = Engine(
-            target, drafter, verifier, num_speculative_tokens, trace=trace, **options
+            target,
+            drafter,
+            verifier,
+            num_speculative_tokens,
+            trace=trace,
+            draft_length=draft_length,
+            **options,
         )
         self._ids = itertools.count()
 

@@ -1,5 +1,6 @@
 """What an engine refuses before anything runs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,28 @@ def check_wants(drafter: Drafter, token_table: str, num_layers: int) -> None:
         raise ConfigError(
             f"token_table='pinned' does not go with drafter {name}, which reads token ids by "
             f"torch operations; give token_table='device'"
+        )
+
+
+def check_lengths_of(
+    drafter: Drafter, choices: Sequence[int], confidence_threshold: float | None
+) -> None:
+    """Refuse a draft length that the drafter cannot follow, once it is loaded.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    wants, name = drafter.capabilities, type(drafter).__name__
+    if confidence_threshold is not None and not wants.offers_confidence:
+        raise ConfigError(
+            f"draft_length confidence does not go with drafter {name}, which does not tell how "
+            f"probable its drafts are; use draft_length fixed, by_batch_size or goodput, or a "
+            f"drafter such as draft_model"
+        )
+    if wants.kv is not None and not wants.splits_first_pass and 0 in choices and len(choices) > 1:
+        raise ConfigError(
+            f"draft_length may choose 0 drafts, which leaves the KV cache of drafter {name} "
+            f"behind, as its first pass is part of its proposing; leave 0 out of the choices"
         )
 
 

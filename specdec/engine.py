@@ -6,7 +6,6 @@ enqueued by `runner.model_runner`; outcomes are read `max_steps_in_flight - 1` s
 
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from runner.input_batch import StepPlan
 from runner.loader import (
     LoadedTarget,
     eos_token_ids,
@@ -25,7 +23,6 @@ from runner.loader import (
     resolve_dtype,
 )
 from runner.model_runner import ModelRunner, RunnerConfig, StepHandle
-from runner.states import NewRow
 from sampler.processors.builtin import make_processors
 from sampler.processors.chain import ProcessorChain
 from sampler.processors.grammar import GrammarMasks
@@ -34,6 +31,8 @@ from specdec.admission import Admission
 from specdec.checks import check_host_drafter, check_pairing, check_placement
 from specdec.config import EngineConfig, from_mapping
 from specdec.delivery import Delivery, deliver_logprobs
+from specdec.draft_length.base import StepOutcome
+from specdec.draft_length.registered import make_draft_length
 from specdec.ending import Trimmed
 from specdec.errors import ConfigError
 from specdec.grammar_steps import GrammarSteps
@@ -41,20 +40,17 @@ from specdec.host_drafts import HostDrafts, steps_in_flight
 from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
 from specdec.outcomes import Outcomes, trace_lines
+from specdec.planning import Planner
 from specdec.protocols import ProcessorSetup
 from specdec.registry import build_config
 from specdec.request import Request
 from specdec.samples import RequestGroup
-from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerOutput
+from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from specdec.step_times import StepClock, step_line
 from specdec.trace import StepTrace
 from specdec.types import Increment, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-# Where captured steps are replayed, the plan's bounds on lengths grow by so many tokens at a time:
-# a plan that stays the same needs no copies.
-_COARSE_BOUND = 64
 
 
 @dataclass(slots=True)
@@ -77,6 +73,8 @@ class Engine:
         num_speculative_tokens: K; 0 together with the drafter "none" is plain decoding.
         config: sizes and device.
         trace: collects step traces where given.
+        draft_length: how many of the K drafts a step proposes: "fixed" (all), or the name, a
+            mapping with a key "name", or a config object of another policy.
         options: fields of `EngineConfig`, instead of `config`.
 
     Raises:
@@ -92,6 +90,7 @@ class Engine:
         num_speculative_tokens: int = 4,
         config: EngineConfig | None = None,
         trace: StepTrace | None = None,
+        draft_length: str | Mapping[str, Any] | object = "fixed",
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -111,6 +110,7 @@ class Engine:
         never_drafts = getattr(drafter_entry.cls, "never_drafts", False)
         self.num_speculative_tokens = 0 if never_drafts else num_speculative_tokens
         config.check(self.num_speculative_tokens)
+        self.draft_length = make_draft_length(draft_length, self.num_speculative_tokens)
         self.drafter = drafter_entry.cls(drafter_config)
         self.verifier = verifier_entry.cls(verifier_config)
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
@@ -146,9 +146,9 @@ class Engine:
             self.graph_scope = "step" if on_gpu else "none"
         # On a GPU every scope computes the same shapes, so that their texts are the same.
         uniform_verify = on_gpu or self.graph_scope in ("step", "draft")
-        self._bound_step = _COARSE_BOUND if uniform_verify else 1
         self._sampler = self._make_sampler(max_num_reqs, target)
         self.runner = self._make_runner(max_num_reqs, target)
+        self._planner = Planner(self.runner, config.max_model_len, coarse=uniform_verify)
         # Again: a drafter may know what it offers only once it is loaded.
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
         check_host_drafter(
@@ -162,6 +162,7 @@ class Engine:
                 uniform_verify,
             ),
             BlockAllocator(self.runner.num_kv_blocks, config.block_size),
+            self.draft_length.next_length,
         )
         self._drafts_known = self.max_steps_in_flight == 1
         self._host_drafts = HostDrafts(
@@ -182,10 +183,9 @@ class Engine:
         )
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._planned: ScheduledStep | None = None  # what the plan at hand was made for
         self._pending: list[Increment] = []
         self._steps = itertools.count()
-        self._last_read = 0.0
+        self._clock = StepClock()
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
         """Build the runner around the sampler."""
@@ -201,6 +201,8 @@ class Engine:
             graph_num_reqs=config.graph_num_reqs,
             max_steps_in_flight=self.max_steps_in_flight,
             token_table=config.token_table,
+            draft_choices=self.draft_length.choices,
+            confidence_threshold=self.draft_length.confidence_threshold,
         )
         return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
 
@@ -331,10 +333,10 @@ class Engine:
         self._host_drafts.propose()
         schedule = self.scheduler.schedule(len(self._in_flight))
         for request in schedule.preempted:
-            self._release(request)
+            self._planner.release(request)
         scheduled = schedule.step
         if scheduled is not None:
-            plan = self._prepare(scheduled, schedule)
+            plan = self._planner.prepare(scheduled, schedule)
             self._host_drafts.stage(scheduled)
             self._grammars.stage(scheduled)
             handle = self.runner.execute_model(plan, timed=self.trace is not None)
@@ -351,54 +353,7 @@ class Engine:
         for request in self.scheduler.preempt_all():
             request.row = None
         self.runner.abandon_steps()
-        self._planned = None
-
-    def _prepare(self, scheduled: ScheduledStep, schedule: SchedulerOutput) -> StepPlan:
-        """Give rows and blocks to the schedule and turn it into the runner's plan.
-
-        A batch that goes on as it was gets the same arrays again, or even the same plan: the runner
-        need not ship it again then.
-        """
-        for request in schedule.new_requests:
-            new = NewRow(
-                request.token_ids,
-                request.num_prompt_tokens,
-                request.max_total_len,
-                request.draft_budget,
-                None if request.prompt_logprobs is None else request.params.prompt_logprobs,
-                len(request.prompt_logprobs or ()),
-            )
-            request.row = self.runner.add_request(
-                new, request.params, request.seed, request.sample_index
-            )
-            request.generation = int(self.runner.state.generation_np[request.row])
-            if request.grammar is not None:
-                request.grammar.restart(request.output_token_ids)
-        for request, start, block_ids in schedule.new_blocks:
-            assert request.row is not None
-            self.runner.add_blocks(request.row, start, block_ids)
-        max_seq_len, max_total_len = self._bound(schedule.max_seq_len, schedule.max_total_len)
-        if scheduled is self._planned:
-            plan, rows_np = self._plan, self._plan.rows_np
-            if plan.max_seq_len == max_seq_len and plan.max_total_len == max_total_len:
-                return plan
-        else:
-            rows_np = np.array([request.row for request in scheduled.requests], dtype=np.int32)
-        self._planned = scheduled
-        self._plan = StepPlan(
-            rows_np=rows_np,
-            query_lens_np=scheduled.num_tokens,
-            is_prefill_np=scheduled.is_prefill,
-            is_last_chunk_np=scheduled.is_last_chunk,
-            max_seq_len=max_seq_len,
-            max_total_len=max_total_len,
-        )
-        return self._plan
-
-    def _bound(self, *lengths: int) -> list[int]:
-        """Round bounds on lengths up, so that the plan can keep them for some steps."""
-        step, limit = self._bound_step, self.config.max_model_len
-        return [min(-(-length // step) * step, limit) for length in lengths]
+        self._planner.forget()
 
     def _read(self, flight: _InFlight) -> list[Increment]:
         """Wait for a step's outcome and commit it to the requests that still own their rows."""
@@ -427,13 +382,33 @@ class Engine:
         increments = self._delivery.append(outcomes, must_trim.tolist(), self._finish)
         if output.logprobs is not None or output.prompts:
             deliver_logprobs(output, scheduled.requests, set(requests), increments)
+        seconds = self._clock.read(flight.started)
+        if self.draft_length.learns:
+            self._learn_length(scheduled, outcomes, seconds)
         if self.trace is not None and flight.handle.timer is not None:
             num_tokens = scheduled.num_tokens if places is None else scheduled.num_tokens[places]
             lines = trace_lines(flight.step, num_tokens.tolist(), outcomes, increments)
             for line in lines:
                 self.trace.add_request_step(line)
-            self._trace_step(flight, sum(len(i.new_token_ids) for i in increments))
+            num_committed = sum(len(i.new_token_ids) for i in increments)
+            lengths = scheduled.num_verified, scheduled.num_drafted
+            line = step_line(flight.step, flight.handle, seconds, num_committed)
+            self.trace.add_step((*line, *lengths))
         return increments
+
+    def _learn_length(self, scheduled: ScheduledStep, outcomes: Outcomes, seconds: float) -> None:
+        """Show a step to the policy of the draft length."""
+        verified = zip(outcomes.verifies, outcomes.num_sampled, strict=True)
+        self.draft_length.observe(
+            StepOutcome(
+                num_reqs=len(scheduled.requests),
+                num_verified=scheduled.num_verified,
+                num_drafted=scheduled.num_drafted,
+                seconds=seconds,
+                num_sampled=np.array([n for verifies, n in verified if verifies], dtype=np.int64),
+                only_verifies=all(scheduled.verifies),
+            )
+        )
 
     def _finish(self, request: Request, start: int, trimmed: Trimmed) -> Increment:
         """Free what a sample holds; the last one brings the output.
@@ -446,7 +421,7 @@ class Engine:
         self.scheduler.remove(request)
         self._grammars.remove(request)
         self._host_drafts.end(request)
-        self._release(request)
+        self._planner.release(request)
         name = request.request_id
         group = self._groups[name]
         output = group.end_sample(request, trimmed)
@@ -460,35 +435,4 @@ class Engine:
             request.sample_index,
             trimmed.finish_reason,
             output,
-        )
-
-    def _release(self, request: Request) -> None:
-        """Free a request's row, where it has one."""
-        if request.row is not None:
-            self.runner.remove_request(request.row)
-            request.row = None
-
-    def _trace_step(self, flight: _InFlight, num_committed: int) -> None:
-        assert self.trace is not None
-        timer = flight.handle.timer
-        assert timer is not None
-        phases, total_ms = timer.phases_ms(), timer.total_ms()
-        known_ms = sum(ms for ms in phases.values() if not math.isnan(ms))
-        # With more than one step in flight, a step's time begins where the last one's ended.
-        now = time.perf_counter()
-        step_ms = (now - max(flight.started, self._last_read)) * 1e3
-        self._last_read = now
-        plan = flight.handle.plan
-        self.trace.add_step(
-            (
-                flight.step,
-                plan.num_reqs,
-                plan.num_tokens,
-                flight.handle.num_computed_tokens,
-                num_committed,
-                *phases.values(),
-                max(0.0, total_ms - known_ms),
-                max(0.0, step_ms - total_ms),
-                step_ms,
-            )
         )

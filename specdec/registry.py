@@ -43,11 +43,18 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "synthetic": "sampler.verify.synthetic",
     },
     "logits_processor": {},
+    "draft_length": {
+        "fixed": "specdec.draft_length.fixed",
+        "by_batch_size": "specdec.draft_length.by_batch_size",
+        "confidence": "specdec.draft_length.confidence",
+        "goodput": "specdec.draft_length.goodput",
+    },
 }
 _ENTRY_POINT_GROUPS = {
     "drafter": "specdec.drafters",
     "verifier": "specdec.verifiers",
     "logits_processor": "specdec.logits_processors",
+    "draft_length": "specdec.draft_lengths",
 }
 
 
@@ -91,6 +98,14 @@ def register_logits_processor(
     It is built from an instance of `config_cls` and a `specdec.protocols.ProcessorSetup`.
     """
     return _register("logits_processor", name, config_cls, api_version)
+
+
+def register_draft_length(name: str, config_cls: type, api_version: int = 1) -> Callable[[T], T]:
+    """Register a policy of the draft length, as `register_drafter` does for drafters.
+
+    It is built from an instance of `config_cls` and K; `specdec.draft_length.base` has defaults.
+    """
+    return _register("draft_length", name, config_cls, api_version)
 
 
 def _register(kind: str, name: str, config_cls: type, api_version: int) -> Callable[[T], T]:

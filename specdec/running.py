@@ -40,7 +40,7 @@ class RunningTable:
     # Tokens its blocks hold, less the drafter's K; UNLIMITED where they hold max_total_len.
     capacity: np.ndarray
     verify_len: np.ndarray  # positions of its next verification
-    full_len: np.ndarray  # the same while the number of drafts is not known
+    full_len: np.ndarray  # the same with as many drafts as it can have at all
     trim_len: np.ndarray  # see Request.trim_len
 
     def __init__(self, max_num_reqs: int) -> None:

@@ -9,7 +9,9 @@ of them go on costs a few array operations, however many they are. Only where to
 not suffice for all is every request looked at.
 """
 
+import dataclasses
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +41,8 @@ class ScheduledStep:
     verifies: list[bool]  # [R], whether its tokens are no prefill
     columns: slice | np.ndarray  # [R] int64, of the running table when it was scheduled
     num_removed: int  # requests that had left the table before; columns hold until it grows
+    num_verified: int  # drafts that each verification was planned for
+    num_drafted: int  # drafts that it proposes for each request's next step
 
 
 @dataclass(slots=True)
@@ -64,8 +68,8 @@ class SchedulerConfig:
         max_num_reqs: running requests at most.
         max_num_batched_tokens: tokens a step at most.
         num_speculative_tokens: K.
-        uniform_verify: every verification gets 1 + K positions, whatever the request's budget and
-            the number of its drafts, so that all of them have one shape.
+        uniform_verify: all verifications of a step get the same number of positions, whatever the
+            request's budget and the number of its drafts, so that all of them have one shape.
     """
 
     max_num_reqs: int
@@ -80,16 +84,25 @@ class Scheduler:
     Args:
         config: limits.
         blocks: the KV block allocator.
+        next_length: returns how many drafts a step of so many requests proposes for each of them,
+            at most K; asked once a step. None = always K.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockAllocator) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockAllocator,
+        next_length: Callable[[int], int] | None = None,
+    ) -> None:
         self.config = config
+        self._next_length = next_length or (lambda num_reqs: config.num_speculative_tokens)
         self.blocks = blocks
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.table = RunningTable(config.max_num_reqs)
         self._steady: ScheduledStep | None = None  # the last step, where the next may repeat it
         self._drafts_known = False
+        self._last_drafted = config.num_speculative_tokens
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -126,13 +139,9 @@ class Scheduler:
 
         Every outcome has been read.
         """
-        columns = zip(
-            self.running,
-            self.table.is_prefilling.tolist(),
-            self.table.full_len.tolist(),
-            strict=True,
-        )
-        return [(request, full - 1) for request, prefills, full in columns if not prefills]
+        most_drafts = np.minimum(self.table.full_len - 1, self._last_drafted).tolist()
+        columns = zip(self.running, self.table.is_prefilling.tolist(), most_drafts, strict=True)
+        return [(request, most) for request, prefills, most in columns if not prefills]
 
     def set_num_drafts(self, num_drafts: dict[Request, int]) -> None:
         """Let requests verify so many drafts in the next step, where it verifies no other position.
@@ -178,6 +187,11 @@ class Scheduler:
             return False
         table.num_computed_tokens[:] = ends
         table.least_len += step.samples
+        num_drafted = self._next_length(len(step.requests))
+        if num_drafted != step.num_drafted:
+            step = dataclasses.replace(step, num_drafted=num_drafted)
+            self._steady = None
+            self._plan_drafts(slice(0, len(table)), num_drafted)
         output.step = step
         output.max_seq_len = max(ends.tolist())
         output.max_total_len = output.max_seq_len + 1
@@ -189,7 +203,11 @@ class Scheduler:
         # Whether another verification can be of use before outcomes in flight are read.
         verifies = table.least_len < table.max_total_len
         left = table.prefill_len - table.num_computed_tokens
-        return np.where(left > 0, left, np.where(verifies, table.verify_len, 0))
+        verify_len = table.verify_len
+        if self.config.uniform_verify:
+            # A request that waited, or has just joined, may have been given another number.
+            verify_len = verify_len[verifies & (left <= 0)].max(initial=1)
+        return np.where(left > 0, left, np.where(verifies, verify_len, 0))
 
     def _grow_all(self, ends: np.ndarray, output: SchedulerOutput) -> bool:
         """Get the blocks for the lengths that a step reaches; none, where too few are free."""
@@ -328,6 +346,10 @@ class Scheduler:
         is_prefill = start < prefill_len
         is_last_chunk = is_prefill & (end == prefill_len)
         verifies = (~is_prefill).tolist()
+        num_verified = self._last_drafted
+        if self.config.uniform_verify:
+            num_verified = int(wants[~is_prefill].max(initial=1)) - 1
+        num_drafted = self._next_length(len(requests))
         output.step = step = ScheduledStep(
             requests=requests,
             num_tokens=wants,
@@ -337,15 +359,23 @@ class Scheduler:
             verifies=verifies,
             columns=columns,
             num_removed=table.num_removed,
+            num_verified=num_verified,
+            num_drafted=num_drafted,
         )
         output.max_seq_len = max(end.tolist())
         output.max_total_len = max(output.max_seq_len, *prefill_len.tolist()) + 1
         table.num_computed_tokens[columns] = end
         table.least_len[columns] += step.samples
-        if self._drafts_known:
-            table.verify_len[columns] = table.full_len[columns]
+        self._plan_drafts(columns, num_drafted)
         steady = not self._drafts_known and len(requests) == len(self.running) and all(verifies)
+        steady = steady and bool((table.verify_len == wants).all())
         self._steady = step if steady else None
+
+    def _plan_drafts(self, columns: slice | np.ndarray, num_drafted: int) -> None:
+        """Let requests verify as many drafts in their next step as the one at hand proposes."""
+        table = self.table
+        table.verify_len[columns] = np.minimum(table.full_len[columns], 1 + num_drafted)
+        self._last_drafted = num_drafted
 
     # --- after a step ---------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ STEP_COLUMNS = (
     "launch_ms",  # inside launches that hold several phases
     "host_ms",  # the rest of the step: scheduling, enqueueing, trimming, detokenizing
     "step_ms",
+    "num_verified",  # drafts that each request's verification was planned for
+    "num_drafted",  # drafts that the step was to propose for each request
 )
 
 

@@ -1,0 +1,13 @@
+"""K drafts in every step."""
+
+from specdec.draft_length.base import DraftLengthBase, DraftLengthConfig
+from specdec.registry import register_draft_length
+
+
+@register_draft_length("fixed", DraftLengthConfig)
+class FixedLength(DraftLengthBase):
+    """Always K."""
+
+    def choose(self, num_reqs: int) -> int:
+        """Return K."""
+        return self.num_speculative_tokens
