@@ -17,7 +17,7 @@ the highest bound down, until no block left can hold the best token: mostly one 
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton

@@ -12,7 +12,7 @@ Blocks are bounded and searched as in `sampler.gumbel`.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import dataclasses
 
