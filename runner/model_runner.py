@@ -122,18 +122,7 @@ class ModelRunner:
             [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
         )
         self._last_dispatch: tuple[StepPlan, _Dispatch] | None = None
-        view = TargetView(
-            model=target,
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            dtype=target.dtype,
-            device=device,
-            num_speculative_tokens=k,
-            max_model_len=config.max_model_len,
-            tokenizer=tokenizer,
-        )
-        with self.on_device():
-            drafter.load(view)
+        self._load_drafter(tokenizer)
         self.num_kv_blocks = config.num_kv_blocks or 1
         self.kv = target.make_kv_cache(self.num_kv_blocks, config.block_size)
         self._allocate_for_drafter(largest)
@@ -150,6 +139,22 @@ class ModelRunner:
             self._bind_drafter()  # again: these addresses stay
         self._log_memory()
         capture_graphs(self)
+
+    def _load_drafter(self, tokenizer: Any | None) -> None:
+        """Let the drafter load what it needs, given the target."""
+        target = self.target
+        view = TargetView(
+            model=target,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            dtype=target.dtype,
+            device=self.device,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            max_model_len=self.config.max_model_len,
+            tokenizer=tokenizer,
+        )
+        with self.on_device():
+            self.drafter.load(view)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Make the runner's GPU the current one: kernels and events go there, not to a tensor's."""
