@@ -113,14 +113,14 @@ class MixedDrafter(DrafterBase):
 
     def __init__(self, config: MixedConfig) -> None:
         super().__init__(config)
-        self._children: list[Drafter] = [entry.cls(own) for entry, own in children_of(config)]
+        self.children: list[Drafter] = [entry.cls(own) for entry, own in children_of(config)]
         self._names = [entry.name for entry, _ in children_of(config)]
         self.capabilities = self._union()
 
     @property
     def _on_device(self) -> list[tuple[int, Drafter]]:
         """Return the children that propose on the device, with their indices."""
-        children = enumerate(self._children)
+        children = enumerate(self.children)
         return [(index, child) for index, child in children if not child.capabilities.on_cpu]
 
     def _union(self) -> DrafterCapabilities:
@@ -129,7 +129,7 @@ class MixedDrafter(DrafterBase):
         Raises:
             ConfigError: two of them ask for what there is one of.
         """
-        every = [child.capabilities for child in self._children]
+        every = [child.capabilities for child in self.children]
         device = [child.capabilities for _, child in self._on_device]
         contexts = [wants.max_context for wants in device if wants.max_context is not None]
         return DrafterCapabilities(
@@ -161,7 +161,7 @@ class MixedDrafter(DrafterBase):
 
     def load(self, target: TargetView) -> None:
         """Load every child; what they need is known then."""
-        for child in self._children:
+        for child in self.children:
             child.load(target)
         self.capabilities = self._union()
 
@@ -169,7 +169,7 @@ class MixedDrafter(DrafterBase):
         """Give every child a scratch table, and the one that asked for it the cache."""
         super().bind(state, buffers)
         (num_rows, k), device = buffers.draft_tokens.shape, buffers.draft_tokens.device
-        shape, with_confidence = (len(self._children), num_rows, k), buffers.draft_confidence
+        shape, with_confidence = (len(self.children), num_rows, k), buffers.draft_confidence
         confidence = None
         if self.capabilities.offers_confidence and with_confidence is not None:
             confidence = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -178,7 +178,7 @@ class MixedDrafter(DrafterBase):
             torch.zeros(shape[:2], dtype=torch.int8, device=device),
             confidence,
         )
-        for index, child in enumerate(self._children):
+        for index, child in enumerate(self.children):
             own = child.capabilities
             child.bind(
                 state,
@@ -190,7 +190,7 @@ class MixedDrafter(DrafterBase):
                     None if confidence is None else confidence[index],
                 ),
             )
-        children = torch.arange(len(self._children), device=device)
+        children = torch.arange(len(self.children), device=device)
         self._child = children.int()  # [C]
         self._order = -children.float()[None]  # [1, C], the earlier the better
         self.chosen = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
@@ -205,7 +205,7 @@ class MixedDrafter(DrafterBase):
         self.num_chosen[req_state_idx] = 0
         self._accepted[req_state_idx] = float(self.buffers.num_speculative_tokens)
         self._turns[req_state_idx] = 0
-        for child in self._children:
+        for child in self.children:
             child.add_request(req_state_idx)
 
     def first_pass(self, ctx: DraftContext) -> None:
@@ -234,7 +234,7 @@ class MixedDrafter(DrafterBase):
         if every == 0:
             return scores
         has_turn = (turns % every == every - 1)[:, None]
-        its_turn = self._child == (turns // every % len(self._children))[:, None]
+        its_turn = self._child == (turns // every % len(self.children))[:, None]
         return torch.where(has_turn & its_turn, float("inf"), scores)
 
     def observe(self, ctx: VerifyContext) -> None:
@@ -264,15 +264,15 @@ class MixedDrafter(DrafterBase):
 
     def propose_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
         """Ask the child on the host."""
-        return cast(HostDrafter, self._children[0]).propose_on_host(rows)
+        return cast(HostDrafter, self.children[0]).propose_on_host(rows)
 
     def end_request(self, request: HostRequest) -> None:
         """Tell the child on the host."""
-        cast(HostDrafter, self._children[0]).end_request(request)
+        cast(HostDrafter, self.children[0]).end_request(request)
 
     def state_bytes(self) -> int:
         """Return the bytes of scratch tables, of what was learned, and of the children."""
         own = [self._drafts.tokens, self._drafts.kind, self._drafts.confidence, self.chosen]
         own += [self.num_chosen, self._accepted, self._turns]
-        children = sum(child.state_bytes() for child in self._children)
+        children = sum(child.state_bytes() for child in self.children)
         return sum(tensor.nbytes for tensor in own if tensor is not None) + children

@@ -24,6 +24,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "none": "drafters.none",
         "ngram": "drafters.ngram",
         "oracle": "drafters.oracle",
+        "record": "drafters.record",
         "draft_model": "drafters.draft_model",
         "layer_skip": "drafters.layer_skip",
         "medusa": "drafters.medusa",

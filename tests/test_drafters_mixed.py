@@ -163,7 +163,7 @@ def test_children_see_their_own_drafts_judged_and_no_others() -> None:
     bound.buffers.draft_tokens[bound.rows, 1:] = -1  # cut behind the first, as a row's end does
     bound.observe([1] * 6)
     for index in (0, 1):
-        child: Any = bound.drafter._children[index]
+        child: Any = bound.drafter.children[index]
         (tokens, is_verify) = child.seen[-1]
         own = [token % 2 == 1 - index for token in last]
         assert is_verify == [*map(int, own), 0]
