@@ -4,6 +4,7 @@ is broken.
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable
 
 from specdec.errors import SpecdecError
@@ -45,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     findings = _show(f"drafter {options.drafter}", run_conformance(subject, chosen))
     broken = [finding for finding in findings if finding.verdict == "broken"]
+    counts = Counter(finding.verdict for finding in findings)
+    print("\n" + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _COLOURS))
     for finding in broken:
         print(f"\n{finding.message}", file=sys.stderr)
     return 1 if broken else 0

@@ -153,7 +153,7 @@ def take_proposals(engine: Engine, arrivals: Sequence[Arrival], into: Play) -> N
             continue
         length, logits = total_len[row], None
         if kinds[row] == DRAFT_KIND_WITH_Q and engine.runner.draft_logits is not None:
-            logits = engine.runner.draft_logits[row, : len(valid)].float().cpu()
+            logits = engine.runner.draft_logits[row, : len(valid)].clone().float().cpu()
         tokens = tuple(state.all_token_ids.tensor[row, :length].tolist())
         arrival = arrivals[int(request.request_id)]
         proposal = Proposal(arrival, tokens, valid, kinds[row], logits, row)
