@@ -30,7 +30,7 @@ def rows_of(ctx: DraftContext) -> Tensor:
     return ctx.idx_mapping.long().clamp(min=0)
 
 
-# --- a drafter without state: the last token, again and again --------------------------------------
+# --- a drafter without state: the last token, again and again -----------------------------------
 
 
 @register_drafter("sound_repeat", DrafterConfig)
@@ -162,7 +162,7 @@ class TakesChunkForPrompt(SoundCounter):
         return torch.where(ctx.is_verify > 0, super().count(ctx), ctx.query_lens)
 
 
-# --- a drafter that draws ---------------------------------------------------------------------------
+# --- a drafter that draws -----------------------------------------------------------------------
 
 
 @register_drafter("sound_law", DrafterConfig)
@@ -249,7 +249,7 @@ class OwnNoise(SoundLaw):
         return gumbel_sample(logits, ctx.idx_mapping, positions, temperature, seeds, 1)
 
 
-# --- a drafter of the target's features --------------------------------------------------------------
+# --- a drafter of the target's features ---------------------------------------------------------
 
 
 @register_drafter("sound_features", DrafterConfig)
@@ -293,7 +293,7 @@ class RejectedFeature(SoundFeatures):
         return (ctx.query_start_loc[1:] - 1).long()
 
 
-# --- a drafter with KV -------------------------------------------------------------------------------
+# --- a drafter with KV --------------------------------------------------------------------------
 
 
 @dataclass

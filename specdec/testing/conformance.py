@@ -20,24 +20,90 @@ from specdec.testing.rule import NotApplicable, Rule, RuleBroken
 from specdec.testing.subject import DrafterSpec, Subject
 
 RULES = (
-    Rule("interface", "every method is there, and needs are declared as data", rules_texts.check_interface),
-    Rule("lossless", "texts are the autoregressive ones under sampled_match: unlike requests, random arrival, abort, preemption", rules_texts.check_lossless),
-    Rule("lossless_greedy", "texts are the autoregressive ones under greedy", rules_texts.check_lossless_greedy),
-    Rule("statistics", "drafts are counted as proposed, and accepted as the text bears them out", rules_texts.check_statistics),
-    Rule("limits", "no draft behind max_context, max_model_len or a request's budget (0 included)", rules_texts.check_limits),
-    Rule("bounds", "nothing is written outside the step's rows and columns, nor in padding", rules_contract.check_bounds),
-    Rule("read_only", "state, contexts and the target's KV are read and not written", rules_contract.check_read_only),
-    Rule("host_reads", "no value is read on the host, and no shape depends on one", rules_contract.check_host_reads),
-    Rule("graph_replay", "captured calls on changed inputs propose what their eager twins do", rules_graph.check_graph_replay),
+    Rule(
+        "interface",
+        "every method is there, and needs are declared as data",
+        rules_texts.check_interface,
+    ),
+    Rule(
+        "lossless",
+        "texts are the autoregressive ones: mixed batches, random arrival, abort, preemption",
+        rules_texts.check_lossless,
+    ),
+    Rule(
+        "lossless_greedy",
+        "texts are the autoregressive ones under the greedy verifier",
+        rules_texts.check_lossless_greedy,
+    ),
+    Rule(
+        "statistics",
+        "drafts are counted as proposed, and accepted as the text bears them out",
+        rules_texts.check_statistics,
+    ),
+    Rule(
+        "limits",
+        "no draft behind max_context, max_model_len or a request's budget (0 included)",
+        rules_texts.check_limits,
+    ),
+    Rule(
+        "bounds",
+        "nothing is written outside the step's rows and columns, nor in padding",
+        rules_contract.check_bounds,
+    ),
+    Rule(
+        "read_only",
+        "state, contexts and the target's KV are read and not written",
+        rules_contract.check_read_only,
+    ),
+    Rule(
+        "host_reads",
+        "no value is read on the host, and no shape depends on one",
+        rules_contract.check_host_reads,
+    ),
+    Rule(
+        "graph_replay",
+        "captured calls on changed inputs propose what their eager twins do",
+        rules_graph.check_graph_replay,
+    ),
     Rule("noise", "drafts are drawn through ctx.noise alone", rules_contract.check_noise),
-    Rule("kinds", "each draft has the kind that was written for it, and its law", rules_contract.check_kinds),
-    Rule("committed_text", "drafts depend on the committed text, and not on drafts that were rejected", rules_history.check_committed_text),
-    Rule("chunks", "texts and drafts do not depend on the size of prefill chunks", rules_history.check_chunks),
-    Rule("row_reuse", "a new owner of a row sees nothing of an earlier one", rules_history.check_row_reuse),
-    Rule("preemption", "a preempted request goes on as if nothing had happened", rules_history.check_preemption),
-    Rule("draft_kv", "the drafter's KV after n steps of random acceptance is that of a fresh pass", rules_history.check_draft_kv, slow=True),
-    Rule("law", "texts have the target's joint law under rejection", rules_law.check_law, slow=True),
+    Rule(
+        "kinds",
+        "each draft has the kind that was written for it, and its law",
+        rules_contract.check_kinds,
+    ),
+    Rule(
+        "committed_text",
+        "drafts depend on the committed text, and not on drafts that were rejected",
+        rules_history.check_committed_text,
+    ),
+    Rule(
+        "chunks",
+        "texts and drafts do not depend on the size of prefill chunks",
+        rules_history.check_chunks,
+    ),
+    Rule(
+        "row_reuse",
+        "a new owner of a row sees nothing of an earlier one",
+        rules_history.check_row_reuse,
+    ),
+    Rule(
+        "preemption",
+        "a preempted request goes on as if nothing had happened",
+        rules_history.check_preemption,
+    ),
+    Rule(
+        "draft_kv",
+        "the drafter's KV after n steps of random acceptance is that of a fresh pass",
+        rules_history.check_draft_kv,
+        slow=True,
+    ),
+    Rule(
+        "law", "texts have the target's joint law under rejection", rules_law.check_law, slow=True
+    ),
 )
+
+
+_SUBJECTS = pytest.StashKey[dict[type, Subject]]()  # what the rules of a class share
 
 
 @dataclass(frozen=True)
@@ -104,10 +170,13 @@ class DrafterConformance:
     device: ClassVar[str | None] = None
     target: ClassVar[str | None] = None
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def subject(self, request: pytest.FixtureRequest) -> Subject:
         """Build what the rules share."""
-        options, cls = request.config.option, request.cls
+        options, cls = request.config.option, type(self)
+        kept = request.config.stash.setdefault(_SUBJECTS, {})
+        if cls in kept:
+            return kept[cls]
         drafter = cls.drafter
         if drafter is None:
             name = getattr(options, "drafter", None)
@@ -117,7 +186,8 @@ class DrafterConformance:
                 )
             drafter = {"name": name, **read_values(options.drafter_set or [])}
         device = cls.device or getattr(options, "drafter_device", None) or "cpu"
-        return Subject(drafter, cls.num_speculative_tokens, device, cls.target)
+        kept[cls] = Subject(drafter, cls.num_speculative_tokens, device, cls.target)
+        return kept[cls]
 
     @pytest.mark.parametrize("rule", conformance_cases())
     def test_rule(self, rule: Rule, subject: Subject) -> None:

@@ -92,9 +92,7 @@ def same_arrivals(subject: Subject, seed: int, num_requests: int, **fields: Any)
         rng.integers(0, subject.vocab_size, int(rng.integers(1, 24))) for _ in range(num_requests)
     ]
     return [
-        Arrival(
-            0, tuple(prompt.tolist()), SamplingParams(seed=seed + i, ignore_eos=True, **fields)
-        )
+        Arrival(0, tuple(prompt.tolist()), SamplingParams(seed=seed + i, ignore_eos=True, **fields))
         for i, prompt in enumerate(prompts)
     ]
 

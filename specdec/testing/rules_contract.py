@@ -251,6 +251,7 @@ def _play_with_noise(subject: Subject, seed: int, salt: int) -> Play:
     device, rows = subject.device, engine.config.max_num_reqs or 0
     seeds = torch.arange(rows, device=device) + 1000 * salt
     noise, temperature = _noise(seeds), torch.full((rows,), 0.8, device=device)
+
     @contextmanager
     def around(name: str, ctx: Any) -> Iterator[Any]:
         before = random_states()

@@ -150,7 +150,7 @@ def _count(result: Play, name: str, text: list[int]) -> tuple[int, int]:
         follows = text[length - len(proposal.arrival.prompt) :]
         matches = [a == b for a, b in zip(proposal.drafts, follows, strict=False)]
         drafted += len(proposal.drafts)
-        accepted += (matches + [False]).index(False)
+        accepted += [*matches, False].index(False)
     return drafted, accepted
 
 

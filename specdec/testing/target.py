@@ -50,7 +50,8 @@ def tiny_model(seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(_SCALE)
-        last: Any = model.get_decoder().layers[-1]
+        decoder: Any = model.get_decoder()
+        last = decoder.layers[-1]
         last.mlp.down_proj.bias[0] = _LIFT
         head: Any = model.get_output_embeddings()
         head.weight[:, 0] = 0

@@ -1,10 +1,11 @@
-"""Watching a drafter at work: around its calls, around its buffers, and at what it asks of torch."""
+"""Watching a drafter at work: its calls, its buffers, and what it asks of torch."""
 
 import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,12 @@ def watch(engine: Engine, around: Around) -> None:
         if not hasattr(drafter, name):
             continue
 
-        def call(ctx: Any, inner: Any = getattr(drafter, name), name: str = name) -> None:
-            with around(name, ctx) as seen:
-                inner(seen)
+        setattr(drafter, name, partial(_call, around, name, getattr(drafter, name)))
 
-        setattr(drafter, name, call)
+
+def _call(around: Around, name: str, inner: Callable[[Any], None], ctx: Any) -> None:
+    with around(name, ctx) as seen:
+        inner(seen)
 
 
 def run_padding(engine: Engine) -> None:
@@ -116,7 +118,7 @@ def views_of(engine: Engine, ctx: Any) -> dict[str, Tensor]:
 
 def random_states() -> list[Any]:
     """Return the states of all global random generators."""
-    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()]
+    states: list[Any] = [torch.get_rng_state(), random.getstate(), repr(np.random.get_state())]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
     return [s.numpy().tobytes() if isinstance(s, Tensor) else s for s in states]
@@ -131,9 +133,7 @@ _READS = {
 _READS["__array__"] = "numpy.asarray(tensor)"
 _MAKES = {"tensor", "as_tensor", "from_numpy"}
 _SHAPES = {"nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive"}
-_READ_FIX = (
-    "keep values in tensors (torch.where, gather, comparisons), or declare graph_safe=False"
-)
+_READ_FIX = "keep values in tensors (torch.where, gather, comparisons), or declare graph_safe=False"
 
 
 def _inside_twin() -> bool:
@@ -151,7 +151,7 @@ def _where() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if not module.startswith(("torch", __name__, "contextlib")):
+        if not module.startswith(("torch", __name__, "contextlib", "functools")):
             return f"{module}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -160,9 +160,7 @@ def _where() -> str:
 class _RefusedFunctions(TorchFunctionMode):
     """Refuses what reads a value, or ships one, by the name that the drafter calls it."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         reads = name in _READS or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device")))
@@ -182,9 +180,7 @@ class _RefusedFunctions(TorchFunctionMode):
 class _RefusedOperations(TorchDispatchMode):
     """Refuses operations that wait for the device, or whose shape depends on what tensors hold."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if name == "_local_scalar_dense" and not _inside_twin():
