@@ -20,7 +20,7 @@ from specdec.protocols import (
     Noise,
 )
 from specdec.testing.play import Play, draw_arrivals, play, same_arrivals
-from specdec.testing.rule import NotApplicable, require, require_drafts
+from specdec.testing.rule import NotApplicable, require, require_device_calls
 from specdec.testing.subject import Subject
 from specdec.testing.watch import (
     GuardedBuffers,
@@ -36,7 +36,7 @@ from specdec.testing.watch import (
 
 def check_bounds(subject: Subject) -> str | None:
     """Check that nothing outside the step's rows and columns is written."""
-    require_drafts(subject)
+    require_device_calls(subject)
     engine = subject.engine("random")
     guard, calls = GuardedBuffers(engine), 0
 
@@ -116,6 +116,7 @@ def _check_writes(engine: Engine, name: str, ctx: Any, before: dict[str, Tensor]
 
 def check_read_only(subject: Subject) -> str | None:
     """Check that the state, the contexts and the target's KV are as they were after each call."""
+    require_device_calls(subject)
     engine = subject.engine("random", num_kv_blocks=40)
 
     @contextmanager
@@ -138,6 +139,7 @@ def check_read_only(subject: Subject) -> str | None:
 
 def check_host_reads(subject: Subject) -> str | None:
     """Check that no call reads a value on the host, nor takes a shape from one."""
+    require_device_calls(subject)
     if not subject.capabilities.graph_safe:
         raise NotApplicable("declared graph_safe=False: it runs eager, outside of the graph")
     engine = subject.engine("random")
@@ -154,7 +156,7 @@ def check_host_reads(subject: Subject) -> str | None:
 
 def check_kinds(subject: Subject) -> str | None:
     """Check kinds, and that a law was written for each draft that claims to have one."""
-    require_drafts(subject)
+    require_device_calls(subject)
     engine, with_q = subject.engine("random", max_num_reqs=2), 0
     logits = engine.runner.draft_logits
 
@@ -220,7 +222,7 @@ def _check_kinds(engine: Engine, ctx: Any) -> int:
 
 def check_noise(subject: Subject) -> str | None:
     """Check that randomness comes through ctx.noise, and no other way."""
-    require_drafts(subject)
+    require_device_calls(subject)
     plain = _play_with_noise(subject, seed=71, salt=0)
     reseeded = _play_with_noise(subject, seed=72, salt=0)
     keys = plain.proposals.keys() & reseeded.proposals.keys()

@@ -90,8 +90,8 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> tuple[float, float]:
         if expected[-1] >= _MIN_EXPECTED:
             observed.append(0.0)
             expected.append(0.0)
-        observed[-1] += counts.reshape(-1)[outcome]
-        expected[-1] += law.reshape(-1)[outcome] * counts.sum()
+        observed[-1] += float(counts.reshape(-1)[outcome])
+        expected[-1] += float(law.reshape(-1)[outcome] * counts.sum())
     o, e = np.array(observed), np.array(expected)
     df = len(e) - 1
     assert df > 2, "too few bins to test anything"
