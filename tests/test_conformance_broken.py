@@ -53,9 +53,20 @@ def seeds_in_the_wrong_hands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "noise", noise)
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_drafter_fails_by_the_rule_that_it_broke(name: str) -> None:
-    rule, words = BROKEN[name]
+def cases(rules_of: dict[str, list[str]]) -> list[Any]:
+    """Return a case for each drafter and rule, marked as the rule is."""
+    return [
+        pytest.param(name, rule, marks=[pytest.mark.slow] if BY_NAME[rule].slow else [])
+        for name, rules in rules_of.items()
+        for rule in rules
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), cases({name: [rule] for name, (rule, _) in BROKEN.items()})
+)
+def test_broken_drafter_fails_by_the_rule_that_it_broke(name: str, rule: str) -> None:
+    words = BROKEN[name][1]
     (finding,) = run_conformance(Subject(name), [BY_NAME[rule]])
     assert finding.verdict == "broken", finding
     assert f"rule {rule!r} is broken" in finding.message
@@ -63,11 +74,10 @@ def test_broken_drafter_fails_by_the_rule_that_it_broke(name: str) -> None:
     assert "likely fix: " in finding.message
 
 
-@pytest.mark.parametrize("name", SIBLINGS)
-def test_sound_sibling_passes_the_rules_that_the_broken_ones_break(name: str) -> None:
-    rules = [BY_NAME[rule] for rule in SIBLINGS[name]]
-    for finding in run_conformance(Subject(name), rules):
-        assert finding.verdict == "passed", finding.message
+@pytest.mark.parametrize(("name", "rule"), cases(SIBLINGS))
+def test_sound_sibling_passes_the_rule_that_a_broken_one_breaks(name: str, rule: str) -> None:
+    (finding,) = run_conformance(Subject(name), [BY_NAME[rule]])
+    assert finding.verdict == "passed", finding.message
 
 
 def test_what_a_drafter_raises_is_a_broken_rule_with_its_reason() -> None:

@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the template elsewhere and install it; returns the folder with `source` and `site`."""
     folder = tmp_path_factory.mktemp("plugin")
-    shutil.copytree(ROOT / "examples" / "template_drafter", folder / "source")
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    template = ROOT / "examples" / "template_drafter"
+    shutil.copytree(template, folder / "source", ignore=ignored)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     target = ["--target", str(folder / "site"), str(folder / "source")]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, *target], check=True)

@@ -29,26 +29,27 @@ from specdec.testing.subject import Subject
 _MOST_FLIPS = 0.02
 _TOLERANCE = 1e-3  # of laws and KV, relative to their largest element
 _MOST_RESUMED = 120
+_NO_DRAFTS = "it drafted nothing in these texts"
 _TEXTS_ALONE = "texts alone: declared uses_history=True"
 
 
 def check_committed_text(subject: Subject) -> str | None:
     """Check drafts after rejections at random against those of the same text from scratch."""
     _refuse_history(subject)
-    arrivals = _arrivals(subject, 41, 5)
+    arrivals = alternating(subject, 41, 5)
     result = play(subject.engine("random"), arrivals, record=True)
     fix = (
         "read num_rejected: keep nothing that a rejected draft left, and recompute what was kept "
         "for the positions that the step committed, in first_pass() or at the start of propose()"
     )
     _check_against_scratch(subject, result, "random", "after rejected drafts", fix)
-    return None
+    return None if result.num_drafts else _NO_DRAFTS
 
 
 def check_chunks(subject: Subject) -> str | None:
     """Check that texts and drafts do not depend on the size of prefill chunks."""
     size = max(7, subject.num_speculative_tokens + 2)
-    arrivals = _arrivals(subject, 43, 4)
+    arrivals = alternating(subject, 43, 4)
     result = play(subject.engine(max_num_batched_tokens=size), arrivals, record=True)
     fix = (
         "a prompt may come in chunks: query_lens, positions and samples say what ran; keep nothing "
@@ -59,7 +60,7 @@ def check_chunks(subject: Subject) -> str | None:
 
 def check_row_reuse(subject: Subject) -> str | None:
     """Check that a new owner of a row sees nothing of the earlier ones."""
-    arrivals = _arrivals(subject, 47, 7)
+    arrivals = alternating(subject, 47, 7)
     result = play(subject.engine(max_num_reqs=2), arrivals, record=True)
     fix = (
         "forget in add_request(row) what was kept for the row, or compute it from the row's own "
@@ -75,7 +76,7 @@ def check_row_reuse(subject: Subject) -> str | None:
 
 def check_preemption(subject: Subject) -> str | None:
     """Check requests that are preempted while they have drafts, and resumed elsewhere."""
-    arrivals = _arrivals(subject, 53, 6)
+    arrivals = alternating(subject, 53, 6)
     engine = subject.engine(num_kv_blocks=20, max_num_reqs=5)
     result = play(engine, arrivals, record=True)
     assert result.num_preemptions > 0, "the schedule preempts nothing"
@@ -148,7 +149,7 @@ def _entries(engine: Engine, row: int, num_positions: int) -> Tensor:
     return torch.stack([t[slots].float().cpu() for t in (*kv.keys, *kv.values)])
 
 
-def _arrivals(subject: Subject, seed: int, num_requests: int) -> list[Arrival]:
+def alternating(subject: Subject, seed: int, num_requests: int) -> list[Arrival]:
     """Return greedy and sampled requests in turn."""
     half = (num_requests + 1) // 2
     greedy = same_arrivals(subject, seed, half, temperature=0.0, max_tokens=22)
@@ -175,7 +176,7 @@ def _check_run(
     if subject.capabilities.uses_history:
         return _TEXTS_ALONE
     _check_against_scratch(subject, result, "sampled_match", where, fix)
-    return None
+    return None if result.num_drafts else _NO_DRAFTS
 
 
 def _scratch_engine(
