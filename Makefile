@@ -9,7 +9,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PACKAGES := specdec runner drafters sampler experiments tests benchmarks
+PACKAGES := specdec runner drafters sampler experiments examples tests benchmarks
 
 .PHONY: help setup weights demo bench bundle test test-gpu test-full lint type fmt clean
 .DEFAULT_GOAL := help

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -191,9 +193,11 @@ class RunConfig:
 def register_schemas() -> None:
     """Store every schema in Hydra's ConfigStore; an installed plug-in becomes an option itself.
 
-    So `drafter=<entry point>` works without a YAML file.
+    So `drafter=<entry point>` works without a YAML file; where its package brings one, that holds.
     """
     store = ConfigStore.instance()
+    # YAML files of installed packages, which Hydra's search path plug-ins name.
+    options = ConfigRepository(create_config_search_path(None))
     store.store(name=f"run{SCHEMA_SUFFIX}", node=RunConfig)
     for group, name, node in (
         ("target", "target", TargetConfig),
@@ -217,7 +221,7 @@ def register_schemas() -> None:
                 warn_once(logger, f"plug-in {kind} {name!r} cannot be loaded: {error}")
                 continue
             store.store(group=kind, name=f"{name}{SCHEMA_SUFFIX}", node=node)
-            if name in outside:
+            if name in outside and not options.config_exists(f"{kind}/{name}"):
                 store.store(group=kind, name=name, node=node)
 
 

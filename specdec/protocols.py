@@ -49,7 +49,8 @@ class DrafterCapabilities:
     says that `state.all_token_ids` is read by torch operations, not by kernels alone, so that the
     table has to lie in device memory. `offers_confidence` says that `draft_confidence` is filled
     where the buffers have it. `on_cpu` says that it is a `HostDrafter`, which is known before
-    `load`.
+    `load`. `uses_history` says that drafts depend on more than the row's own committed text: on
+    texts of other requests, or on what became of earlier drafts.
     """
 
     hidden_states: Literal["none", "last"] = "none"
@@ -64,6 +65,7 @@ class DrafterCapabilities:
     splits_first_pass: bool = False
     reads_token_table: bool = True
     offers_confidence: bool = False
+    uses_history: bool = False
 
 
 @dataclass(frozen=True)

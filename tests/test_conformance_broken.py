@@ -1,0 +1,103 @@
+"""The conformance kit names the rule that a broken drafter breaks, and lets its sound sibling pass.
+
+Each broken drafter differs from its sibling in the one thing that its docstring says.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sampler.sampler import Sampler
+from specdec.testing import Subject, run_conformance
+from specdec.testing.conformance import RULES
+from tests import broken_drafters
+
+BY_NAME = {rule.name: rule for rule in RULES}
+# Broken drafter -> the rule that must be named, and words of its message.
+BROKEN = {
+    "broken_reads_host": ("host_reads", "reads a value on the host"),
+    "broken_data_shape": ("host_reads", "depends on what a tensor holds"),
+    "broken_columns": ("bounds", "behind column 2"),
+    "broken_behind_the_end": ("bounds", "before or behind draft_tokens"),
+    "broken_other_rows": ("bounds", "rows that are not in the step"),
+    "broken_state": ("read_only", "state.last_sampled_tokens"),
+    "broken_global_noise": ("noise", "a global random generator"),
+    "broken_target_stream": ("noise", "changed with the request's seed"),
+    "broken_own_noise": ("noise", "changed with ctx.noise"),
+    "broken_row_memory": ("row_reuse", "had an owner before"),
+    "broken_chunks": ("chunks", "chunks of 7"),
+    "broken_rejected_feature": ("committed_text", "after rejected drafts"),
+    "broken_stale_kv": ("draft_kv", "random acceptance"),
+    "broken_stale_kind": ("kinds", "a stale kind"),
+    "broken_law": ("law", "chi-square"),
+}
+SIBLINGS = {
+    "sound_repeat": ["host_reads", "bounds", "read_only", "noise", "row_reuse"],
+    "sound_counter": ["chunks"],
+    "sound_law": ["noise", "kinds", "law"],
+    "sound_features": ["committed_text"],
+    "sound_kv": ["draft_kv", "committed_text"],
+}
+
+
+@pytest.fixture(autouse=True)
+def seeds_in_the_wrong_hands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hand the requests' seeds to the drafter that must not have them."""
+    right = Sampler.noise
+
+    def noise(self: Sampler, *rest: Any) -> Any:
+        broken_drafters.TargetStream.seeds = self.state.seeds
+        return right(self, *rest)
+
+    monkeypatch.setattr(Sampler, "noise", noise)
+
+
+def cases(rules_of: dict[str, list[str]]) -> list[Any]:
+    """Return a case for each drafter and rule, marked as the rule is."""
+    return [
+        pytest.param(name, rule, marks=[pytest.mark.slow] if BY_NAME[rule].slow else [])
+        for name, rules in rules_of.items()
+        for rule in rules
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), cases({name: [rule] for name, (rule, _) in BROKEN.items()})
+)
+def test_broken_drafter_fails_by_the_rule_that_it_broke(name: str, rule: str) -> None:
+    words = BROKEN[name][1]
+    (finding,) = run_conformance(Subject(name), [BY_NAME[rule]])
+    assert finding.verdict == "broken", finding
+    assert f"rule {rule!r} is broken" in finding.message
+    assert words in finding.message, finding.message
+    assert "likely fix: " in finding.message
+
+
+@pytest.mark.parametrize(("name", "rule"), cases(SIBLINGS))
+def test_sound_sibling_passes_the_rule_that_a_broken_one_breaks(name: str, rule: str) -> None:
+    (finding,) = run_conformance(Subject(name), [BY_NAME[rule]])
+    assert finding.verdict == "passed", finding.message
+
+
+def test_what_a_drafter_raises_is_a_broken_rule_with_its_reason() -> None:
+    subject = Subject("sound_repeat")
+    # A drafter that fails in a running engine, and not while it is built.
+    broken_drafters.SoundRepeat.observe = _fail  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        (finding,) = run_conformance(subject, [BY_NAME["lossless"]])
+    finally:
+        del broken_drafters.SoundRepeat.observe
+    assert finding.verdict == "broken"
+    assert "RuntimeError: no such table" in finding.message
+
+
+def _fail(self: Any, ctx: Any) -> None:
+    raise RuntimeError("no such table")
+
+
+def test_the_kit_leaves_the_global_generators_as_they_were() -> None:
+    before = torch.get_rng_state()
+    for finding in run_conformance(Subject("sound_law"), [BY_NAME["noise"], BY_NAME["kinds"]]):
+        assert finding.verdict == "passed", finding.message
+    assert torch.equal(torch.get_rng_state(), before)
