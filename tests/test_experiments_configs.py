@@ -34,6 +34,7 @@ NEEDED = {
     "drafter=block_parallel": ["drafter.path=head"],
     "drafter=eagle": ["drafter.path=head"],
     "drafter=eagle3": ["drafter.path=head"],
+    "drafter=record": ["drafter.folder=states"],
     "verifier=plugin": ["verifier.name=greedy"],
     "verifier=synthetic": ["verifier.mean_length=2"],
     "prompts=file": ["prompts.path=questions.jsonl"],
