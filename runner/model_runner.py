@@ -121,18 +121,7 @@ class ModelRunner:
             [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
         )
         self._last_dispatch: tuple[StepPlan, _Dispatch] | None = None
-        view = TargetView(
-            model=target,
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            dtype=target.dtype,
-            device=device,
-            num_speculative_tokens=k,
-            max_model_len=config.max_model_len,
-            tokenizer=tokenizer,
-        )
-        with self.on_device():
-            drafter.load(view)
+        self._load_drafter(tokenizer)
         self.num_kv_blocks = config.num_kv_blocks or 1
         self.kv = target.make_kv_cache(self.num_kv_blocks, config.block_size)
         self._allocate_for_drafter(largest)
@@ -176,6 +165,21 @@ class ModelRunner:
             self.state.all_token_ids.tensor.nbytes / 2**20,
             "pinned host" if self.config.token_table == "pinned" else "device",
         )
+
+    def _load_drafter(self, tokenizer: Any | None) -> None:
+        """Let the drafter load, and see what it may take from the target."""
+        view = TargetView(
+            model=self.target,
+            vocab_size=self.target.vocab_size,
+            hidden_size=self.target.hidden_size,
+            dtype=self.target.dtype,
+            device=self.device,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            max_model_len=self.config.max_model_len,
+            tokenizer=tokenizer,
+        )
+        with self.on_device():
+            self.drafter.load(view)
 
     def _allocate_for_drafter(self, largest: int) -> None:
         """Allocate what the drafter asks for, once `load` has set what that is.
