@@ -14,6 +14,8 @@ vocabulary of 128256:
     of_peer       us_in_l2 or us, whichever is like the peer's, over peer_us
     extra_bytes   peak memory beside the inputs
 
+What the log-probabilities of a prompt of 32768 tokens cost is `experiments.bench_prompt_logprobs`.
+
 The engine verifies float32 above temperature 0, whatever the head gives; verification of bfloat16
 is what the peer does. Results are held to the torch twins first. Needs torch, triton and numpy:
 
@@ -35,6 +37,7 @@ from typing import Any
 import torch
 
 from experiments.bench_attention import measure_read_ceiling, time_us
+from experiments.bench_prompt_logprobs import bench_prompt_logprobs
 from experiments.bench_sampler_inputs import (
     KERNELS,
     LINE_KERNELS,
@@ -89,6 +92,7 @@ class SamplerBenchConfig:
         kernels: which; those of lines, then those of whole verifications.
         num_lines: of the kernels that know lines.
         num_reqs: of verifications, each with 4 drafts.
+        prompt_logprobs: measure what those of a long prompt cost, too.
     """
 
     name: str = "sampler"
@@ -97,6 +101,7 @@ class SamplerBenchConfig:
     kernels: list[str] = field(default_factory=lambda: list(KERNELS))
     num_lines: list[int] = field(default_factory=lambda: [1, 32, 256, 320])
     num_reqs: list[int] = field(default_factory=lambda: [1, 32, 64])
+    prompt_logprobs: bool = True
 
     def __post_init__(self) -> None:
         """Check names and counts."""
@@ -228,6 +233,7 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", default=defaults.kernels)
     parser.add_argument("--num-lines", nargs="+", type=int, default=defaults.num_lines)
     parser.add_argument("--num-reqs", nargs="+", type=int, default=defaults.num_reqs)
+    parser.add_argument("--no-prompt-logprobs", action="store_true")
     args = parser.parse_args()
     try:
         config = SamplerBenchConfig(
@@ -235,6 +241,7 @@ def main() -> int:
             kernels=args.kernels,
             num_lines=args.num_lines,
             num_reqs=args.num_reqs,
+            prompt_logprobs=not args.no_prompt_logprobs,
         )
         if not torch.cuda.is_available():
             raise ConfigError("bench=sampler measures kernels on a GPU, and torch finds none")
@@ -263,11 +270,16 @@ def sampler_record(config: SamplerBenchConfig, device: torch.device) -> dict[str
         ceiling = measure_read_ceiling(device)
         print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
         lines = run_sampler_bench(sampler_cases(config), device, ceiling)
+        gc.collect()
+        prompts = bench_prompt_logprobs(device, VOCAB_SIZE) if config.prompt_logprobs else []
+        for line in prompts:
+            print(line, flush=True)
     return {
         "config": asdict(config),
         "vocab_size": VOCAB_SIZE,
         "read_ceiling_gb_per_s": ceiling,
         "lines": lines,
+        "prompt_logprobs": prompts,
     }
 
 

@@ -120,7 +120,21 @@ def sampler_tables(record: Mapping[str, Any]) -> list[Table]:
             number(line["of_peer"], "{:.2f}"),
             number(line["extra_bytes"] / 1e6, "{:.1f}"),
         )
-    return [table]
+    prompts = _table(
+        "log-probabilities of a prompt: peak memory beside weights and KV, and seconds",
+        ["tokens", "chunk", "MB without", "MB with", "MB extra", "s without", "s with"],
+        text_columns=0,
+    )
+    for line in record["prompt_logprobs"]:
+        prompts.add_row(
+            *(number(line[name], "{}") for name in ("prompt_len", "chunk")),
+            *(
+                number(line[name] / 1e6, "{:.1f}")
+                for name in ("peak_bytes_without", "peak_bytes_with", "extra_bytes")
+            ),
+            *(number(line[name], "{:.2f}") for name in ("seconds_without", "seconds_with")),
+        )
+    return [table, prompts] if record["prompt_logprobs"] else [table]
 
 
 def line_tables(record: Mapping[str, Any]) -> list[Table]:

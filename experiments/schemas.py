@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.cli import SCHEMA_SUFFIX, explain, type_words, unknown_name
+from specdec.checks import check_host_drafter
 from specdec.config import EngineConfig
 from specdec.draft_length.registered import make_draft_length
 from specdec.errors import ConfigError
@@ -348,6 +349,7 @@ def _check_pairings(config: RunConfig) -> None:
             raise ConfigError(f"engine.{error}") from error
         if not drafter.never_drafts:
             make_draft_length((arm.draft_length or config.draft_length).spec, k)
+        check_host_drafter(drafter.entry.cls(drafter.config), config.engine)
         check = getattr(verifier, "check", None)
         if check is not None and k > 0:
             check(k)

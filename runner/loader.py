@@ -174,7 +174,7 @@ def check_same_vocabulary(target: Any, draft: Any, name: str) -> None:
     raise ConfigError(
         f"draft model {name!r} has another tokenizer than the target ({len(given)} and "
         f"{len(expected)} tokens; {token!r} has id {given.get(token)} and {expected.get(token)}); "
-        f"give a draft model with the target's tokenizer"
+        f"give a draft model with the target's tokenizer, or set cross_vocab=True"
     )
 
 

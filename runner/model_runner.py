@@ -22,6 +22,7 @@ from runner.async_output import AsyncOutput, OutputRing, PromptTensor, StepTenso
 from runner.buffers import StagedTables
 from runner.capture import capture_graphs
 from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
+from runner.features import Features, FixedInputs
 from runner.input_batch import InputBatch, InputBuffers, StepPlan
 from runner.kv_cache import PagedKVCache
 from runner.memory import choose_num_kv_blocks
@@ -139,6 +140,22 @@ class ModelRunner:
         self._log_memory()
         capture_graphs(self)
 
+    def _load_drafter(self, tokenizer: Any | None) -> None:
+        """Let the drafter load what it needs, given the target."""
+        target = self.target
+        view = TargetView(
+            model=target,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            dtype=target.dtype,
+            device=self.device,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            max_model_len=self.config.max_model_len,
+            tokenizer=tokenizer,
+        )
+        with self.on_device():
+            self.drafter.load(view)
+
     def on_device(self) -> AbstractContextManager[Any]:
         """Make the runner's GPU the current one: kernels and events go there, not to a tensor's."""
         return nullcontext() if self._gpu_index is None else torch.cuda.device(self._gpu_index)
@@ -188,7 +205,7 @@ class ModelRunner:
             largest: requests of the largest fixed shape.
         """
         wants, config, device = self.drafter.capabilities, self.config, self.device
-        check_wants(self.drafter, config.token_table)
+        check_wants(self.drafter, config.token_table, len(self.target.layers))
         check_lengths_of(self.drafter, self.draft_choices, config.confidence_threshold)
         k = config.num_speculative_tokens
         if wants.max_context is not None:
@@ -212,15 +229,7 @@ class ModelRunner:
                 wants.kv.dtype,
                 device,
             )
-        # What a drafter's graph reads of a target that ran outside of it, at fixed addresses.
-        # Each allocated alone: kernels are compiled for the alignment of their arguments.
-        counts = [torch.zeros(largest, dtype=torch.int32, device=device) for _ in range(3)]
-        no_tokens = torch.empty(largest, 0, dtype=torch.int64, device=device)
-        self._fixed_outcome = StepTensors(no_tokens, counts[0], counts[1], no_tokens, counts[2])
-        self._fixed_hidden: Tensor | None = None
-        if wants.hidden_states == "last":
-            shape = (largest * (k + 1), self.target.hidden_size)
-            self._fixed_hidden = torch.zeros(shape, dtype=self.target.dtype, device=device)
+        self._fixed = FixedInputs(largest, k + 1, self.target, wants)
 
     def _bind_drafter(self) -> None:
         """Give the drafter its views and buffers."""
@@ -231,6 +240,7 @@ class ModelRunner:
             self.draft_logits,
             self.draft_kv,
             self.draft_confidence,
+            from_host=state.from_host if self.drafter.capabilities.on_cpu else None,
         )
         with self.on_device():
             self.drafter.bind(state.view(), buffers)
@@ -242,11 +252,11 @@ class ModelRunner:
     ) -> dict[Part, Callable[[], Any]]:
         """Return what each part runs in a shape."""
         batch, step = self._fixed_batch(size, num_verified, plain), self._step
-        outcome, hidden = self._fixed_inputs(batch)
+        outcome, features = self._fixed_inputs(batch)
         return {
             "step": partial(step.run, batch, num_drafted),
             "target": partial(step.run_target, batch),
-            "draft": partial(step.run_drafter, batch, hidden, outcome, num_drafted),
+            "draft": partial(step.run_drafter, batch, features, outcome, num_drafted),
             "propose": partial(step.propose, batch, outcome, num_drafted),
         }
 
@@ -258,18 +268,9 @@ class ModelRunner:
             self._fixed_batches[key] = dataclasses.replace(batch, plain=plain)
         return self._fixed_batches[key]
 
-    def _fixed_inputs(self, batch: InputBatch) -> tuple[StepTensors, Tensor | None]:
-        """Return the fixed tensors that stand for a target's outcome, and for its hidden states."""
-        fixed, n = self._fixed_outcome, batch.num_reqs
-        outcome = StepTensors(
-            fixed.sampled_tokens[:n],
-            fixed.num_sampled[:n],
-            fixed.num_rejected[:n],
-            fixed.num_judged[:n],
-            fixed.num_drafts[:n],
-        )
-        hidden = self._fixed_hidden
-        return outcome, None if hidden is None else hidden[: batch.num_tokens]
+    def _fixed_inputs(self, batch: InputBatch) -> tuple[StepTensors, Features]:
+        """Return the fixed tensors that stand for a target's outcome, and for its features."""
+        return self._fixed.outcome(batch.num_reqs), self._fixed.features(batch.num_tokens)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -342,9 +343,11 @@ class ModelRunner:
         self.sampler.prepare_rows(self._state_view)
         if num_places is None or num_verified is None:
             batch = dataclasses.replace(self.buffers.batch(plan), plain=plain)
+            self._step.adopt_drafts(batch)
             width, prompts = self._run_ragged(batch, plan, num_places, timer)
             return width, batch.num_tokens, prompts
         batch = self._fixed_batch(num_places, num_verified, plain)
+        self._step.adopt_drafts(batch)
         key = GraphKey.of("step", num_places, num_verified, num_drafted, plain)
         if key in self.graphs:
             self.graphs.launch(key)
@@ -391,25 +394,24 @@ class ModelRunner:
         shape = batch.num_reqs, batch.max_query_len - 1, num_drafted, batch.plain
         target, draft = GraphKey.of("target", *shape), GraphKey.of("draft", *shape)
         if target in self.graphs:
-            hidden, outcome = self.graphs.launch(target)
+            features, outcome = self.graphs.launch(target)
             if timer is not None:
                 timer.end("inputs, target, verify")
         else:
             self.graphs.count_eager("target", f"graph_scope is {scope}")
-            hidden, outcome = self._step.run_target(batch, timer)
+            features, outcome = self._step.run_target(batch, timer)
         if draft in self.graphs:
-            fixed, fixed_hidden = self._fixed_inputs(batch)
+            fixed, fixed_features = self._fixed_inputs(batch)
             fixed.num_sampled.copy_(outcome.num_sampled)
             fixed.num_rejected.copy_(outcome.num_rejected)
-            if fixed_hidden is not None:
-                fixed_hidden.copy_(hidden)
+            fixed_features.copy_(features)
             self.graphs.launch(draft)
             outcome.num_drafts.copy_(fixed.num_drafts)
         elif k:
             safe = self.drafter.capabilities.graph_safe
             reason = f"graph_scope is {scope}" if safe else "the drafter is not graph-safe"
             self.graphs.count_eager("draft", reason)
-            self._step.run_drafter(batch, hidden, outcome, num_drafted)
+            self._step.run_drafter(batch, features, outcome, num_drafted)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
@@ -423,11 +425,11 @@ class ModelRunner:
             How many tokens a place of its outcome holds, and what its prompt tokens gave.
         """
         self.graphs.count_eager("target", self._why_ragged(plan, num_places))
-        hidden, outcome = self._step.run_target(batch, timer)
-        prompts = self._step.take_prompt_logprobs(plan, hidden, timer)
+        features, outcome = self._step.run_target(batch, timer)
+        prompts = self._step.take_prompt_logprobs(plan, features, timer)
         if self.config.num_speculative_tokens:
             propose = partial(self._propose_ragged, plan, num_places, outcome)
-            self._step.run_drafter(batch, hidden, outcome, self._num_drafted(plan), propose)
+            self._step.run_drafter(batch, features, outcome, self._num_drafted(plan), propose)
         if timer is not None:
             timer.end("draft")
         self._step.publish(outcome)
@@ -443,6 +445,8 @@ class ModelRunner:
         fixed_shape = num_places is not None and wants.splits_first_pass
         if not wants.graph_safe:
             reason = "the drafter is not graph-safe"
+        elif wants.on_cpu and not wants.splits_first_pass:
+            reason = "the drafter runs on the host"
         elif not wants.splits_first_pass and scope != "none":
             reason = "the drafter does not split off its first pass"
         elif fixed_shape:

@@ -73,6 +73,12 @@ class RequestState:
         # [N, max_num_blocks]: the CPU decides, by staged writes.
         self.block_table = staged((max_num_reqs, max_num_blocks))
 
+        # [N, K]: drafts that the host proposed for the step at hand; see runner.adopt_drafts.
+        self.host_drafts = StagedWriteTensor(
+            (max_num_reqs, num_speculative_tokens), torch.int32, device, fill=-1
+        )
+        self.from_host = torch.zeros(max_num_reqs, dtype=torch.int8, device=device)
+
         # Owned by the device alone.
         self.last_sampled_tokens = torch.zeros(max_num_reqs, 1, dtype=torch.int64, device=device)
         self.draft_tokens = torch.full(
@@ -143,6 +149,7 @@ class RequestState:
             self.total_len,
             self.num_computed_tokens,
             self.block_table,
+            self.host_drafts,
         ]
 
     def view(self) -> StateView:

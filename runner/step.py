@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.adopt_drafts import adopt_drafts
 from runner.async_output import OutputRing, PromptTensor, StepTensors, publish_output
 from runner.attention import AttentionMetadata
 from runner.buffers import StagedWriteTensor
 from runner.confidence import cut_by_confidence
+from runner.features import Features
 from runner.input_batch import InputBatch, StepPlan
 from runner.kv_cache import PagedKVCache
 from runner.models.hf import HFModel
@@ -133,9 +135,14 @@ class Step:
         # [N, K] float32 and the threshold of `runner.confidence`, where drafts are cut by it.
         self.confidence: tuple[Tensor, float] | None = None
 
+    def adopt_drafts(self, batch: InputBatch) -> None:
+        """Take what the host staged as the step's drafts, where the drafter runs there."""
+        if self.drafter.capabilities.on_cpu and self.state.num_speculative_tokens:
+            adopt_drafts(batch, self.state)
+
     def run_target(
         self, batch: InputBatch, timer: StepTimer | None = None
-    ) -> tuple[Tensor, StepTensors]:
+    ) -> tuple[Features, StepTensors]:
         """Build the inputs, run the target, verify and commit.
 
         Args:
@@ -143,7 +150,7 @@ class Step:
             timer: marked after each phase.
 
         Returns:
-            Hidden states [T, hidden_size], and what was sampled.
+            Features of the T tokens, and what was sampled.
         """
         prepare_inputs(batch, self.state, self.kv.block_size, self.outputs.step)
         metadata = AttentionMetadata(
@@ -158,7 +165,11 @@ class Step:
             max_seq_len=batch.max_seq_len,
         )
         _mark(timer, "inputs")
-        hidden = self.target.forward(batch.input_ids, batch.positions, metadata)
+        # Read here: a drafter may know what it wants only once it is loaded.
+        layers = self.drafter.capabilities.aux_layers if self.state.num_speculative_tokens else ()
+        hidden, aux = self.target.forward_with_layers(
+            batch.input_ids, batch.positions, metadata, layers
+        )
         # As many lines as tokens means that every token has its line, in order.
         all_lines = batch.num_logits == batch.num_tokens
         lines = hidden if all_lines else hidden.index_select(0, batch.logits_indices)
@@ -178,18 +189,20 @@ class Step:
         self.sampler.commit(batch, self._state_view, outcome.sampled_tokens, outcome.num_sampled)
         self.sampler.logprobs.write(logits, sampled.processed_logits, batch, outcome, self.outputs)
         _mark(timer, "verify")
-        return hidden, outcome
+        return Features(hidden, aux), outcome
 
     def take_prompt_logprobs(
-        self, plan: StepPlan, hidden: Tensor, timer: StepTimer | None = None
+        self, plan: StepPlan, features: Features, timer: StepTimer | None = None
     ) -> list[PromptTensor]:
         """Enqueue the log-probabilities of a step's prompt tokens, where they are wanted.
 
         Args:
             plan: the step, which is never a graph.
-            hidden: [T, hidden_size] of its tokens.
+            features: of its tokens.
             timer: marked where there were any.
         """
+        hidden = features.hidden_states
+        assert hidden is not None, "a step's own features hold its hidden states"
         taken = self.sampler.logprobs.prompts.take(plan, hidden, self.target.compute_logits)
         if taken:
             _mark(timer, "verify")
@@ -198,7 +211,7 @@ class Step:
     def run_drafter(
         self,
         batch: InputBatch,
-        hidden: Tensor | None,
+        features: Features,
         outcome: StepTensors,
         num_drafts: int,
         propose: Callable[[DraftContext], None] | None = None,
@@ -207,7 +220,7 @@ class Step:
 
         Args:
             batch: the step.
-            hidden: [T, hidden_size], where the drafter wants it.
+            features: those that the drafter wants.
             outcome: `num_sampled` and `num_rejected` are read, `num_drafts` is written.
             num_drafts: how many to propose; with 0 the drafter runs its first pass alone.
             propose: stands in for the drafter's own, where that is launched as a graph.
@@ -224,7 +237,7 @@ class Step:
             )
         )
         clear_drafts(batch.idx_mapping, drafts, kind)
-        ctx = self._draft_context(batch, hidden, outcome, num_drafts)
+        ctx = self._draft_context(batch, features, outcome, num_drafts)
         if self.drafter.capabilities.splits_first_pass:
             cast(SplitDrafter, self.drafter).first_pass(ctx)
         if num_drafts:
@@ -239,7 +252,7 @@ class Step:
         by_place = dataclasses.replace(
             batch, positions=missing, input_ids=missing, query_start_loc=missing, seq_lens=missing
         )
-        self.drafter.propose(self._draft_context(by_place, None, outcome, num_drafts))
+        self.drafter.propose(self._draft_context(by_place, Features(), outcome, num_drafts))
 
     def publish(self, outcome: StepTensors) -> None:
         """Write the outcome to its place of the ring."""
@@ -247,13 +260,13 @@ class Step:
 
     def run(self, batch: InputBatch, num_drafts: int) -> None:
         """Run a whole step of a fixed shape."""
-        hidden, outcome = self.run_target(batch)
+        features, outcome = self.run_target(batch)
         if self.state.num_speculative_tokens:
-            self.run_drafter(batch, hidden, outcome, num_drafts)
+            self.run_drafter(batch, features, outcome, num_drafts)
         self.publish(outcome)
 
     def _draft_context(
-        self, batch: InputBatch, hidden: Tensor | None, outcome: StepTensors, num_drafts: int
+        self, batch: InputBatch, features: Features, outcome: StepTensors, num_drafts: int
     ) -> DraftContext:
         wants = self.drafter.capabilities
         return DraftContext(
@@ -266,8 +279,8 @@ class Step:
             positions=batch.positions,
             input_ids=batch.input_ids,
             seq_lens=batch.seq_lens,
-            hidden_states=hidden if wants.hidden_states == "last" else None,
-            aux_hidden_states=None,
+            hidden_states=features.hidden_states if wants.hidden_states == "last" else None,
+            aux_hidden_states=features.aux_hidden_states,
             num_sampled=outcome.num_sampled,
             num_rejected=outcome.num_rejected,
             temperature=self.sampler.temperature,

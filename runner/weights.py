@@ -186,7 +186,8 @@ def check_weight_files(folder: Path) -> None:
         if pickles:
             raise WeightsError(
                 f"{folder} has only {', '.join(pickles)}: only safetensors are loaded; a pickle "
-                "can run code; convert it to *.safetensors first"
+                "can run code; convert it to *.safetensors first, where you trust its source, by "
+                "safetensors.torch.save_file(torch.load(file, weights_only=True), ...)"
             )
         raise WeightsError(f"{folder} has no *.safetensors; copy the model's weights there")
     for file in files:

@@ -6,11 +6,18 @@ which has the law softmax(logits) (Gumbel 1954). Rows of temperature 0 and paddi
 Logits come processed: divided by the temperature and masked with -inf. Ties go to the lowest id, a
 NaN counts as -inf, and every id lies inside the vocabulary.
 
-A line is cut into blocks: one launch finds the best token of each block, another the best block.
+A line is cut into blocks and searched by branch and bound. One launch bounds the best score that a
+block can reach. As -log(1 - u) >= u, and as the bits of a float, read as an integer, are its
+logarithm to within 0.0861 (log2(1 + m) >= m for m in [0, 1]), the noise of a token is at most
+
+    gumbel <= -log(u) <= ln 2 * (127 - bits(u) / 2^23)
+
+which takes no logarithm where the noise takes two. Another launch scores whole blocks exactly, from
+the highest bound down, until no block left can hold the best token: mostly one block a line.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -20,13 +27,18 @@ from torch import Tensor
 from runner.dispatch import use_triton
 from sampler.noise import (
     GUMBEL_MAX,
+    noise_bits_device,
     noise_gumbel,
     noise_gumbel_device,
     noise_key,
     noise_key_device,
 )
 
-BLOCK_SIZE = 1024  # tokens a program
+BLOCK_SIZE = 2048  # tokens a program
+# ln 2 / 2^23: turns the bits of a float into its natural logarithm, nearly.
+LOG_OF_BITS = tl.constexpr(8.262958e-08)
+# Noise is -log(h / 2^32) for its 32 bits h; exact scores are rounded, hence the margin.
+NOISE_BOUND = tl.constexpr((127 + 32) * 0.6931471805599453 + 1e-3)
 
 
 @triton.jit
@@ -49,15 +61,24 @@ def best_block_device(max_ptr, arg_ptr, num_blocks, PADDED_BLOCKS: tl.constexpr)
 
 
 @triton.jit
-def _best_tokens_kernel(
+def score_bounds_device(scores, a, b, tokens):
+    """Return what `scores + noise_gumbel_device(a, b, tokens)` cannot exceed, short of a constant.
+
+    `NOISE_BOUND` has to be added, to the largest of a block.
+    """
+    bits = noise_bits_device(a, b, tokens).to(tl.float32).to(tl.int32, bitcast=True)
+    return scores - bits.to(tl.float32) * LOG_OF_BITS
+
+
+@triton.jit
+def _score_bounds_kernel(
     logits_ptr,  # [L, V] float
     logits_stride,
     idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
     positions_ptr,  # [L] int64
     temperature_ptr,  # [N] float32
     seeds_ptr,  # [N] int64
-    block_max_ptr,  # [L, num_blocks] float32, out
-    block_arg_ptr,  # [L, num_blocks] int32, out
+    bounds_ptr,  # [L, num_blocks] float32, out
     num_blocks,
     vocab_size,
     STREAM: tl.constexpr,
@@ -71,30 +92,75 @@ def _best_tokens_kernel(
     inside = tokens < vocab_size
     pointers = logits_ptr + line * logits_stride + tokens
     scores = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.where(scores == scores, scores, float("-inf"))
     temperature = tl.load(temperature_ptr + safe_row)
     if tl.where(row >= 0, temperature, 0.0) > 0:
         a, b = noise_key_device(
             tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line), STREAM
         )
-        scores = scores + noise_gumbel_device(a, b, tokens)
-    best, token = best_token_device(scores, tokens, inside, vocab_size)
-    tl.store(block_max_ptr + line * num_blocks + block, best)
-    tl.store(block_arg_ptr + line * num_blocks + block, token)
+        bound = tl.max(score_bounds_device(scores, a, b, tokens), axis=0) + NOISE_BOUND
+    else:
+        bound = tl.max(scores, axis=0)
+    tl.store(bounds_ptr + line * num_blocks + block, bound)
 
 
 @triton.jit
-def _best_blocks_kernel(
-    block_max_ptr,  # [L, num_blocks] float32
-    block_arg_ptr,  # [L, num_blocks] int32
+def next_block_device(bounds, blocks, num_blocks, best):
+    """Return the block to search next, -1 where none can hold more than `best`."""
+    top = tl.max(bounds, axis=0)
+    block = tl.min(tl.where(bounds == top, blocks, num_blocks - 1), axis=0)
+    # A bound may round down to a score: a block that can tie is searched for a lower id.
+    return tl.where((top >= best) & (top > float("-inf")), block, -1)
+
+
+@triton.jit
+def better_token_device(best, token, other_best, other_token):
+    """Return the better of two scores, and its token; ties go to the lowest id."""
+    lower = (other_best == best) & (other_token < token)
+    wins = (other_best > best) | lower
+    return tl.where(wins, other_best, best), tl.where(wins, other_token, token)
+
+
+@triton.jit
+def _best_tokens_kernel(
+    logits_ptr,  # [L, V] float
+    logits_stride,
+    idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
+    positions_ptr,  # [L] int64
+    temperature_ptr,  # [N] float32
+    seeds_ptr,  # [N] int64
+    bounds_ptr,  # [L, num_blocks] float32
     tokens_ptr,  # [L] int64, out
     num_blocks,
+    vocab_size,
+    STREAM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
-    first = line * num_blocks
-    _, token = best_block_device(
-        block_max_ptr + first, block_arg_ptr + first, num_blocks, PADDED_BLOCKS
-    )
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    bounds_ptr += line * num_blocks
+    bounds = tl.load(bounds_ptr + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+    safe_row = tl.maximum(row, 0)
+    temperature = tl.where(row >= 0, tl.load(temperature_ptr + safe_row), 0.0)
+    a, b = noise_key_device(tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line), STREAM)
+    best = tl.full((), float("-inf"), tl.float32)
+    token = tl.full((), 0, tl.int32)
+    block = next_block_device(bounds, blocks, num_blocks, best)
+    while block >= 0:
+        tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        inside = tokens < vocab_size
+        pointers = logits_ptr + line * logits_stride + tokens
+        scores = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            scores += noise_gumbel_device(a, b, tokens)
+        block_best, block_token = best_token_device(scores, tokens, inside, vocab_size)
+        best, token = better_token_device(best, token, block_best, block_token)
+        bounds = tl.where(blocks == block, float("-inf"), bounds)
+        block = next_block_device(bounds, blocks, num_blocks, best)
+        # Without noise a bound is a score, and blocks that tie come in the order of the ids.
+        block = tl.where((temperature <= 0) & (best > float("-inf")), -1, block)
     tl.store(tokens_ptr + line, token.to(tl.int64))
 
 
@@ -124,26 +190,25 @@ def gumbel_sample(
     num_lines, vocab_size = logits.shape
     assert logits.stride(1) == 1, f"logits of strides {logits.stride()}"
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
-    block_max = torch.empty(num_lines, num_blocks, dtype=torch.float32, device=logits.device)
-    block_arg = torch.empty(num_lines, num_blocks, dtype=torch.int32, device=logits.device)
+    bounds = torch.empty(num_lines, num_blocks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
-    _best_tokens_kernel[(num_lines, num_blocks)](
-        logits,
-        logits.stride(0),
-        idx_mapping,
-        positions,
-        temperature,
-        seeds,
-        block_max,
-        block_arg,
+    shared = (logits, logits.stride(0), idx_mapping, positions, temperature, seeds, bounds)
+    _score_bounds_kernel[(num_lines, num_blocks)](
+        *shared,
         num_blocks,
         vocab_size,
         STREAM=stream,
         BLOCK_SIZE=BLOCK_SIZE,
     )
-    padded = triton.next_power_of_2(num_blocks)
-    _best_blocks_kernel[(num_lines,)](
-        block_max, block_arg, tokens, num_blocks, PADDED_BLOCKS=padded
+    _best_tokens_kernel[(num_lines,)](
+        *shared,
+        tokens,
+        num_blocks,
+        vocab_size,
+        STREAM=stream,
+        BLOCK_SIZE=BLOCK_SIZE,
+        PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=8,  # few programs, each of which scores one block as fast as it can
     )
     return tokens
 

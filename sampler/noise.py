@@ -129,10 +129,16 @@ def noise_key_device(seed, position, STREAM: tl.constexpr):
 
 
 @triton.jit
+def noise_bits_device(a, b, token_ids):
+    """Return the 32 bits of noise of one key and a token id or a block of them."""
+    h = token_ids.to(tl.uint32) * tl.full((), 0x9E3779B1, tl.uint32) + a
+    return _fmix32_device(_fmix32_device(h) ^ b)
+
+
+@triton.jit
 def noise_uniform_device(a, b, token_ids):
     """Device twin of `noise_uniform` for one key and a token id or a block of them."""
-    h = token_ids.to(tl.uint32) * tl.full((), 0x9E3779B1, tl.uint32) + a
-    h = _fmix32_device(_fmix32_device(h) ^ b)
+    h = noise_bits_device(a, b, token_ids)
     u = h.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     return tl.minimum(u, 0.99999994)
 

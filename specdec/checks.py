@@ -29,6 +29,28 @@ def check_pairing(drafter: Drafter, verifier: Verifier, num_speculative_tokens: 
         check(num_speculative_tokens)
 
 
+def check_host_drafter(drafter: Drafter, config: EngineConfig) -> None:
+    """Check a drafter that runs on the host, if it is one: it needs each step's outcome.
+
+    Raises:
+        ConfigError: it lacks a method, or more than one step in flight is asked for.
+    """
+    if not drafter.capabilities.on_cpu:
+        return
+    name = type(drafter).__name__
+    for method in ("propose_on_host", "end_request"):
+        if not callable(getattr(drafter, method, None)):
+            raise ConfigError(
+                f"drafter {name} says on_cpu and has no method {method}; add it, or leave "
+                f"on_cpu out"
+            )
+    if (config.max_steps_in_flight or 1) > 1:
+        raise ConfigError(
+            f"max_steps_in_flight={config.max_steps_in_flight} does not go with drafter {name}, "
+            f"which runs on the host and needs each step's outcome; give 1, or null"
+        )
+
+
 def check_placement(
     model: Any, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -53,22 +75,23 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
-def check_wants(drafter: Drafter, token_table: str) -> None:
+def check_wants(drafter: Drafter, token_table: str, num_layers: int) -> None:
     """Refuse a drafter that asks for what is not offered.
+
+    Args:
+        drafter: loaded.
+        token_table: where the token ids lie.
+        num_layers: layers of the target whose output can be read.
 
     Raises:
         UnsupportedError, ConfigError: one sentence.
     """
     wants, name = drafter.capabilities, type(drafter).__name__
-    if wants.aux_layers:
-        raise UnsupportedError(
-            f"drafter {name} asks for outputs of target layers {wants.aux_layers}; only the "
-            f"last hidden state is offered"
-        )
-    if wants.on_cpu:
-        raise UnsupportedError(
-            f"drafter {name} runs on token lists of the CPU, which is not offered; read the "
-            f"rows of the state instead"
+    missing = [layer for layer in wants.aux_layers if not 0 <= layer < num_layers]
+    if missing:
+        raise ConfigError(
+            f"drafter {name} asks for the output of target layer {missing[0]}; the target has "
+            f"{num_layers} layers, 0 to {num_layers - 1}: give aux_layers among them"
         )
     if token_table == "pinned" and wants.reads_token_table:
         raise ConfigError(

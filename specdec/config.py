@@ -29,7 +29,8 @@ class EngineConfig:
             could need, at most 2 GiB.
         block_size: tokens a KV block.
         max_steps_in_flight: steps enqueued before an outcome is read; None takes 2 on a GPU, 1 on a
-            CPU (where nothing can overlap, and the drafts are known before a step is scheduled).
+            CPU (where nothing can overlap, and the drafts are known before a step is scheduled) and
+            where the drafter runs on the host.
         graph_scope: what of a uniform step is one CUDA graph: "step" all of it, "draft" the
             drafter's passes, "none" nothing; "auto" takes "step" on a GPU and "none" on a CPU. A
             CPU has no graphs: there the fixed shapes of the scope are run as they are.

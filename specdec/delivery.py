@@ -2,8 +2,15 @@
 
 from collections.abc import Callable
 
+from runner.async_output import StepOutput
 from specdec.ending import Trimmed, trim
-from specdec.outcomes import Outcomes, count_outcome, judged
+from specdec.outcomes import (
+    Outcomes,
+    append_logprobs,
+    append_prompt_logprobs,
+    count_outcome,
+    judged,
+)
 from specdec.request import Request
 from specdec.types import Increment
 
@@ -89,3 +96,22 @@ class Delivery:
         if trimmed.finish_reason is not None:
             return finish(request, start, trimmed)
         return Increment(request.request_id, kept, detokenizer, start, request.sample_index)
+
+
+def deliver_logprobs(
+    output: StepOutput,
+    requests: list[Request],
+    owners: set[Request],
+    increments: list[Increment],
+) -> None:
+    """Give the log-probabilities of a step to those of its requests that own their rows."""
+    for prompt in output.prompts:
+        if requests[prompt.place] in owners:
+            request = requests[prompt.place]
+            append_prompt_logprobs(prompt.records.numpy(), prompt.first, request)
+    if output.logprobs is not None:
+        assert output.logprob_places is not None
+        wanting = [requests[place] for place in output.logprob_places.tolist()]
+        owned = [i for i, request in enumerate(wanting) if request in owners]
+        records = output.logprobs[owned]
+        append_logprobs(records, [wanting[i] for i in owned], increments)

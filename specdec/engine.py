@@ -9,13 +9,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
-from runner.async_output import StepOutput
 from runner.loader import (
     LoadedTarget,
     eos_token_ids,
@@ -29,17 +28,18 @@ from sampler.processors.chain import ProcessorChain
 from sampler.processors.grammar import GrammarMasks
 from sampler.sampler import Sampler
 from specdec.admission import Admission
-from specdec.checks import check_pairing, check_placement
+from specdec.checks import check_host_drafter, check_pairing, check_placement
 from specdec.config import EngineConfig, from_mapping
-from specdec.delivery import Delivery
+from specdec.delivery import Delivery, deliver_logprobs
 from specdec.draft_length.base import StepOutcome
 from specdec.draft_length.registered import make_draft_length
 from specdec.ending import Trimmed
 from specdec.errors import ConfigError
 from specdec.grammar_steps import GrammarSteps
+from specdec.host_drafts import HostDrafts, steps_in_flight
 from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
-from specdec.outcomes import Outcomes, append_logprobs, append_prompt_logprobs, trace_lines
+from specdec.outcomes import Outcomes, trace_lines
 from specdec.planning import Planner
 from specdec.protocols import ProcessorSetup
 from specdec.registry import build_config
@@ -114,6 +114,7 @@ class Engine:
         self.drafter = drafter_entry.cls(drafter_config)
         self.verifier = verifier_entry.cls(verifier_config)
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
+        check_host_drafter(self.drafter, config)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
@@ -139,7 +140,7 @@ class Engine:
             )
         on_gpu = model.device.type == "cuda"
         max_num_reqs = config.max_num_reqs or (1024 if on_gpu else 64)
-        self.max_steps_in_flight = config.max_steps_in_flight or (2 if on_gpu else 1)
+        self.max_steps_in_flight = steps_in_flight(self.drafter, config, 2 if on_gpu else 1)
         self.graph_scope: str = config.graph_scope
         if self.graph_scope == "auto":
             self.graph_scope = "step" if on_gpu else "none"
@@ -150,6 +151,9 @@ class Engine:
         self._planner = Planner(self.runner, config.max_model_len, coarse=uniform_verify)
         # Again: a drafter may know what it offers only once it is loaded.
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
+        check_host_drafter(
+            self.drafter, replace(config, max_steps_in_flight=self.max_steps_in_flight)
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_reqs,
@@ -161,12 +165,19 @@ class Engine:
             self.draft_length.next_length,
         )
         self._drafts_known = self.max_steps_in_flight == 1
+        self._host_drafts = HostDrafts(
+            self.drafter,
+            self.runner.state,
+            self.scheduler,
+            self.runner.graphs.launches,
+            model.vocab_size,
+        )
         self._admission = Admission(target, self.verifier, config, self.num_speculative_tokens)
         eos_token_ids = self._admission.eos_token_ids
         self._delivery = Delivery(self.num_speculative_tokens, eos_token_ids)
         self._grammars = GrammarSteps(
             self._admission.grammars,
-            self.runner.state,
+            self._host_drafts,
             next(p for p in self._sampler.processors.processors if isinstance(p, GrammarMasks)),
             self.num_speculative_tokens,
         )
@@ -319,12 +330,14 @@ class Engine:
     def _enqueue(self) -> bool:
         """Schedule and enqueue a step; returns whether more may be enqueued before one is read."""
         started = time.perf_counter()
+        self._host_drafts.propose()
         schedule = self.scheduler.schedule(len(self._in_flight))
         for request in schedule.preempted:
             self._planner.release(request)
         scheduled = schedule.step
         if scheduled is not None:
             plan = self._planner.prepare(scheduled, schedule)
+            self._host_drafts.stage(scheduled)
             self._grammars.stage(scheduled)
             handle = self.runner.execute_model(plan, timed=self.trace is not None)
             self._in_flight.append(_InFlight(handle, scheduled, next(self._steps), started))
@@ -368,7 +381,7 @@ class Engine:
         )
         increments = self._delivery.append(outcomes, must_trim.tolist(), self._finish)
         if output.logprobs is not None or output.prompts:
-            self._read_logprobs(output, scheduled.requests, set(requests), increments)
+            deliver_logprobs(output, scheduled.requests, set(requests), increments)
         seconds = self._clock.read(flight.started)
         if self.draft_length.learns:
             self._learn_length(scheduled, outcomes, seconds)
@@ -397,25 +410,6 @@ class Engine:
             )
         )
 
-    def _read_logprobs(
-        self,
-        output: StepOutput,
-        requests: list[Request],
-        owners: set[Request],
-        increments: list[Increment],
-    ) -> None:
-        """Give the log-probabilities of a step to those of its requests that own their rows."""
-        for prompt in output.prompts:
-            if requests[prompt.place] in owners:
-                request = requests[prompt.place]
-                append_prompt_logprobs(prompt.records.numpy(), prompt.first, request)
-        if output.logprobs is not None:
-            assert output.logprob_places is not None
-            wanting = [requests[place] for place in output.logprob_places.tolist()]
-            owned = [i for i, request in enumerate(wanting) if request in owners]
-            records = output.logprobs[owned]
-            append_logprobs(records, [wanting[i] for i in owned], increments)
-
     def _finish(self, request: Request, start: int, trimmed: Trimmed) -> Increment:
         """Free what a sample holds; the last one brings the output.
 
@@ -426,6 +420,7 @@ class Engine:
         """
         self.scheduler.remove(request)
         self._grammars.remove(request)
+        self._host_drafts.end(request)
         self._planner.release(request)
         name = request.request_id
         group = self._groups[name]

@@ -36,8 +36,11 @@ class KVSpec:
 class DrafterCapabilities:
     """What a drafter needs and offers, as data: the runner never asks for a type or a name.
 
-    `aux_layers` and `on_cpu` are refused, `variable_length` and `can_score` not read yet: nothing
-    is scored, and every drafter may return -1.
+    `variable_length` and `can_score` are not read yet: nothing is scored, and every drafter may
+    return -1.
+
+    `aux_layers` are counted from 0, the first decoder layer of the target; what is handed over is
+    what a layer gives to the next one, before the norm behind the last.
 
     `graph_safe` promises fixed addresses, no host reads and no data-dependent shapes in
     `first_pass`, `propose` and `observe`: they are captured in CUDA graphs. A drafter without it
@@ -45,7 +48,8 @@ class DrafterCapabilities:
     tokens is in `first_pass`, so that `propose` can be a graph in any step. `reads_token_table`
     says that `state.all_token_ids` is read by torch operations, not by kernels alone, so that the
     table has to lie in device memory. `offers_confidence` says that `draft_confidence` is filled
-    where the buffers have it.
+    where the buffers have it. `on_cpu` says that it is a `HostDrafter`, which is known before
+    `load`.
     """
 
     hidden_states: Literal["none", "last"] = "none"
@@ -91,6 +95,8 @@ class DraftBuffers:
     # [N, K] float32, the probability that the drafter gives each draft; where the draft length
     # depends on it.
     draft_confidence: Tensor | None = None
+    # [N] int8, 1 where the drafts at hand came from the host; where capabilities.on_cpu.
+    from_host: Tensor | None = None
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -227,6 +233,50 @@ class SplitDrafter(Drafter, Protocol):
         `propose`, whose tensors have one line a place, is a graph all the same (and is not given
         those fields).
         """
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostRequest:
+    """A sample of a request as a host drafter sees it: one object from its first step to its end.
+
+    It is known by identity: the name of a request may come again once it has ended.
+    """
+
+    request_id: str
+    sample_index: int
+    prompt_len: int
+    token_ids: Sequence[int]  # prompt and committed tokens; grows, and is never changed otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A row that can use drafts in the next step."""
+
+    request: HostRequest
+    row: int
+    num_drafts: int  # how many it can use, 1..K
+
+
+class HostDrafter(Drafter, Protocol):
+    """A drafter whose capabilities say `on_cpu`: it proposes on the host, from token lists.
+
+    Second class: nothing can be in flight while it is asked, so the device waits for it in every
+    step. What it proposes is one-hot and stands in for what `propose` left in the row, if anything.
+    """
+
+    def propose_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
+        """Return the drafts of each row, at most its `num_drafts`; none where there is no match.
+
+        Called before each step for all rows that can verify drafts in it; a step may be scheduled
+        without some of them, which are then asked for again. Everything that depends on a row's
+        text is to be kept by its `HostRequest`: rows change hands, and a preempted request comes
+        back in another one.
+        """
+        ...
+
+    def end_request(self, request: HostRequest) -> None:
+        """See a text that ended, or was aborted, and forget what was kept for it."""
         ...
 
 

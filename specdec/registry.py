@@ -25,6 +25,13 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "ngram": "drafters.ngram",
         "oracle": "drafters.oracle",
         "draft_model": "drafters.draft_model",
+        "layer_skip": "drafters.layer_skip",
+        "medusa": "drafters.medusa",
+        "block_parallel": "drafters.block_parallel",
+        "eagle": "drafters.eagle",
+        "eagle3": "drafters.eagle3",
+        "suffix": "drafters.suffix",
+        "mixed": "drafters.mixed",
     },
     "verifier": {
         "greedy": "sampler.verify.greedy",

@@ -134,6 +134,27 @@ class Scheduler:
 
     # --- before a step --------------------------------------------------------------------------
 
+    def verifying(self) -> list[tuple[Request, int]]:
+        """Return the running requests that can verify in the next step, and how many drafts each.
+
+        Every outcome has been read.
+        """
+        most_drafts = np.minimum(self.table.full_len - 1, self._last_drafted).tolist()
+        columns = zip(self.running, self.table.is_prefilling.tolist(), most_drafts, strict=True)
+        return [(request, most) for request, prefills, most in columns if not prefills]
+
+    def set_num_drafts(self, num_drafts: dict[Request, int]) -> None:
+        """Let requests verify so many drafts in the next step, where it verifies no other position.
+
+        Args:
+            num_drafts: of requests whose drafts did not come from the last step.
+        """
+        if self.config.uniform_verify:
+            return
+        for column, request in enumerate(self.running):
+            if request in num_drafts:
+                self.table.verify_len[column] = 1 + num_drafts[request]
+
     def schedule(self, num_in_flight: int = 0) -> SchedulerOutput:
         """Decide the next step and advance the CPU's bounds as if all drafts were accepted.
 

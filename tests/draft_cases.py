@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.draft_inputs import DraftPass
 from sampler.gumbel import gumbel_sample
 from sampler.noise import STREAM_DRAFT, noise_gumbel, noise_key, noise_uniform
 from specdec.protocols import DraftBuffers, DraftContext, Noise, StateView
@@ -207,3 +208,20 @@ def assert_rows_untouched(table: Tensor, rows: list[int]) -> None:
     """Check that only these rows of a poisoned table were written."""
     others = [row for row in range(len(table)) if row not in rows]
     assert (table[others] == POISON).all()
+
+
+def tensors(step: DraftPass) -> dict[str, Tensor]:
+    """Return all tensors of a pass by name."""
+    named = {**vars(step), **vars(step.attn_metadata)}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def assert_same_pass(actual: DraftPass, expected: DraftPass) -> None:
+    """Compare two passes: tensors bit for bit, and the bounds."""
+    ours, theirs = tensors(actual), tensors(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert ours[name].tolist() == tensor.tolist(), name
+    for name in ("max_query_len", "max_seq_len"):
+        assert getattr(actual.attn_metadata, name) == getattr(expected.attn_metadata, name)

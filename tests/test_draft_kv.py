@@ -157,7 +157,7 @@ def test_draft_kv_that_skips_the_last_accepted_draft_is_noticed(
             step.attn_metadata.slot_mapping = slots
         return step
 
-    monkeypatch.setattr("drafters.draft_model.first_pass_inputs", only_last)
+    monkeypatch.setattr("drafters.autoregressive.first_pass_inputs", only_last)
     drafter = {"name": "draft_model", "model": folder}
     target = tiny_target(tiny_model("llama", vocab_size=V))
     llm = LLM(target, drafter, "greedy", K, max_model_len=48)

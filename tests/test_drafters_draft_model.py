@@ -196,7 +196,7 @@ def test_kv_of_one_position_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch)
         )
         return right(replace(ctx, state=state), kv)
 
-    monkeypatch.setattr("drafters.draft_model.first_pass_inputs", one_more)
+    monkeypatch.setattr("drafters.autoregressive.first_pass_inputs", one_more)
     # No row here is at its end: there is a block for the position that should not be written.
     step = DraftStep(DraftSizes((VERIFY,) * 4, 2, num_drafts=6))
     step.drafter.first_pass(step.case.ctx)

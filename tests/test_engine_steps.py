@@ -5,6 +5,7 @@ somebody reads it. Neither may show.
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,7 @@ class RandomRunner:
     def __init__(self, seed: int, max_num_reqs: int, num_kv_blocks: int) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.state = SimpleNamespace(generation_np=np.zeros(max_num_reqs, dtype=np.int64))
+        self.graphs = SimpleNamespace(launches=Counter())
         self.plans: list[StepPlan] = []
         self._rng = np.random.default_rng(seed)
         self._rows = [Row() for _ in range(max_num_reqs)]

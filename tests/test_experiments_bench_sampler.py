@@ -48,8 +48,12 @@ def test_a_line_is_set_beside_floor_and_peer() -> None:
 
 def test_the_table_has_a_dash_where_there_is_no_peer() -> None:
     lines = [line("rejection_t0", 32, 30.0, 13.45), line("process_top_p", 320, 12345.6, None)]
+    prompt = {"prompt_len": 32768, "chunk": 2048, "seconds_without": 0.5, "seconds_with": 1.25}
+    prompt |= {"peak_bytes_without": 1e8, "peak_bytes_with": 3.5e8, "extra_bytes": 2.5e8}
     record = {"vocab_size": VOCAB_SIZE, "read_ceiling_gb_per_s": 4000.4, "lines": lines}
+    record["prompt_logprobs"] = [prompt]
     text = shown(sampler_tables(record))
     assert any("the device reads 4000 GB/s" in found for found in text)
     assert "rejection_t0 float32 32 160 30.0 13.4 8.0 2.0 15.00 26.9 0.50 1.5" in text
+    assert "32768 2048 100.0 350.0 250.0 0.50 1.25" in text
     assert "process_top_p float32 - 320 12345.6 - 8.0 2.0 6172.80 - - 1.5" in text

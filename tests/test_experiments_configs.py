@@ -38,6 +38,10 @@ PRESETS = ("experiment", "debug")
 # What an option leaves to the user.
 NEEDED = {
     "drafter=plugin": ["drafter.name=ngram"],
+    "drafter=medusa": ["drafter.path=heads"],
+    "drafter=block_parallel": ["drafter.path=head"],
+    "drafter=eagle": ["drafter.path=head"],
+    "drafter=eagle3": ["drafter.path=head"],
     "verifier=plugin": ["verifier.name=greedy"],
     "verifier=synthetic": ["verifier.mean_length=2"],
     "draft_length=plugin": ["draft_length.name=fixed"],
@@ -93,6 +97,8 @@ def test_every_group_has_its_default_options() -> None:
     assert set(options(GROUPS + PRESETS)) >= {
         *("target=smollm2", "target=llama31-8b", "target=qwen3-8b"),
         *("drafter=none", "drafter=ngram", "drafter=oracle", "drafter=draft_model"),
+        *("drafter=layer_skip", "drafter=medusa", "drafter=block_parallel"),
+        *("drafter=suffix", "drafter=mixed"),
         *("verifier=greedy", "verifier=rejection", "verifier=sampled_match", "verifier=block"),
         *(f"draft_length={name}" for name in ("fixed", "by_batch_size", "confidence", "goodput")),
         *("verifier=coupled", "verifier=typical", "verifier=synthetic"),
@@ -135,7 +141,6 @@ def test_the_command_line_wins_over_a_preset() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["drafter=ngrm"], ["drafter=ngrm", "'ngram'", "draft_model, ngram, none, oracle"]),
         (["draft_length=gootput"], ["draft_length=gootput", "'goodput'"]),
         (["draft_length=goodput", "draft_length.half_live=9"], ["half_live", "'half_life'"]),
         (["draft_length=confidence", "draft_length.threshold=2"], ["threshold=2"]),
@@ -143,7 +148,17 @@ def test_the_command_line_wins_over_a_preset() -> None:
             ["compare=[{drafter: ngram, draft_length: {name: goodput, choices: [9]}}]"],
             ["9 drafts", "num_speculative_tokens=4"],
         ),
+        (["drafter=ngrm"], ["drafter=ngrm", "'ngram'", "draft_model", "oracle"]),
         (["experiment=demoo"], ["experiment=demoo", "'demo'"]),
+        (
+            ["drafter=suffix", "engine.max_steps_in_flight=2"],
+            ["max_steps_in_flight=2", "SuffixDrafter", "give 1, or null"],
+        ),
+        (["drafter=suffix", "drafter.max_depth=1"], ["max_depth=1", ">= 2"]),
+        (
+            ["drafter=mixed", "drafter.drafters=[{name:ngram},{name:ngrm}]"],
+            ["drafters[1]", "'ngrm'", "'ngram'"],
+        ),
         (["drafter.max_m=3"], ["drafter.max_m", "'max_n'", "min_n"]),
         (["drafter.max_n=abc"], ["drafter.max_n='abc'", "an integer"]),
         (["drafter.max_n=0"], ["min_n=1", "max_n=0", "1 <= min_n <= max_n"]),
@@ -173,6 +188,9 @@ def test_the_command_line_wins_over_a_preset() -> None:
         (["engine.max_num_batched_tokens=3"], ["engine.max_num_batched_tokens=3", "at least 5"]),
         (["verifier=greedy", "sampling=temp08"], ["verifier=greedy", "0.8", "rejection"]),
         (["drafter=draft_model", "drafter.model=''"], ["draft_model", "model="]),
+        (["drafter=medusa"], ["drafter medusa needs path="]),
+        (["drafter=block_parallel", "drafter.path=''"], ["block_parallel", "path="]),
+        (["drafter=layer_skip", "drafter.num_layers=0"], ["num_layers=0", "1 or more"]),
         (["drafter=draft_model", "drafter.sampling=x"], ["drafter.sampling='x'", "'gumbel'"]),
         (["drafter=oracle", "drafter.rates=[2]"], ["rate 2", "[0, 1]"]),
         (["drafter=plugin"], ["drafter.name", "no value"]),

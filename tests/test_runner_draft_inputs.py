@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from runner.draft_inputs import (
-    DraftPass,
     first_pass_inputs,
     first_pass_inputs_ref,
     next_pass_inputs,
@@ -23,6 +21,7 @@ from tests.draft_cases import (
     VERIFY,
     DraftCase,
     DraftSizes,
+    assert_same_pass,
 )
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]
@@ -44,23 +43,6 @@ CASES = [
 ]
 KV: Any = None  # a pass only carries it
 cases = pytest.mark.parametrize("sizes", CASES, ids=range(len(CASES)))
-
-
-def tensors(step: DraftPass) -> dict[str, Tensor]:
-    """Return all tensors of a pass by name."""
-    named = {**vars(step), **vars(step.attn_metadata)}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-
-def assert_same_pass(actual: DraftPass, expected: DraftPass) -> None:
-    """Compare two passes: tensors bit for bit, and the bounds."""
-    ours, theirs = tensors(actual), tensors(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert ours[name].tolist() == tensor.tolist(), name
-    for name in ("max_query_len", "max_seq_len"):
-        assert getattr(actual.attn_metadata, name) == getattr(expected.attn_metadata, name)
 
 
 @cases

@@ -1,5 +1,6 @@
 """Each kernel of the sampler against its torch twin: equal tokens, equal noise bits."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sampler.gumbel import gumbel_sample, gumbel_sample_ref
+from sampler.gumbel import BLOCK_SIZE, gumbel_sample, gumbel_sample_ref
 from sampler.noise import (
     GUMBEL_MAX,
     STREAM_DRAFT,
@@ -193,6 +194,11 @@ def _arguments(case: Lines, device: torch.device) -> tuple[Tensor, Tensor, Tenso
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("case", line_cases())
 def test_gumbel_sample_equals_its_twin(device: torch.device, case: Lines) -> None:
+    compare_draws(device, case)
+
+
+def compare_draws(device: torch.device, case: Lines) -> None:
+    """Hold the tokens of a case to the twin's."""
     arguments = _arguments(case, device)
     before = [t.clone() for t in arguments]
     tokens = gumbel_sample(*arguments, case.stream)
@@ -207,6 +213,25 @@ def test_gumbel_sample_equals_its_twin(device: torch.device, case: Lines) -> Non
     assert torch.equal(tokens[real][greedy], logits[real][greedy].argmax(1))
     for tensor, old in zip(arguments, before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_lines_are_searched_beyond_the_block_of_the_highest_bound(
+    device: torch.device,
+) -> None:
+    num_lines, vocab_size = 120, 2 * BLOCK_SIZE + 1
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(num_lines, vocab_size, generator=generator)
+    idx_mapping = torch.zeros(num_lines, dtype=torch.int32)
+    positions = torch.arange(num_lines)
+    rest = (idx_mapping, positions, torch.ones(1), torch.full((1,), 4))
+    twin = gumbel_sample_ref(logits, *rest, STREAM_TARGET)
+    moved = (t.to(device) for t in (logits, *rest))
+    assert torch.equal(gumbel_sample(*moved, STREAM_TARGET).cpu(), twin)  # pyright: ignore[reportCallIssue]
+    key = noise_key(rest[3].expand(num_lines), positions, STREAM_TARGET)
+    u = noise_uniform((key[0][:, None], key[1][:, None]), torch.arange(vocab_size).int())
+    bounds = logits + math.log(2) * (127 - u.view(torch.int32) / 2**23)
+    highest = bounds.argmax(1) // BLOCK_SIZE
+    assert (highest != twin // BLOCK_SIZE).any(), "the first block always had the best token"
 
 
 def test_ties_go_to_the_lowest_id_within_and_across_blocks(device: torch.device) -> None:

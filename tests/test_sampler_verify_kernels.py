@@ -15,7 +15,7 @@ from sampler.noise import STREAM_RESIDUAL, mix_seed
 from sampler.verify.chain import assemble_run, assemble_run_ref, num_accepted_ref
 from sampler.verify.judge import judge_drafts, judge_drafts_ref
 from sampler.verify.rejection import RejectionConfig, RejectionVerifier
-from sampler.verify.residual import draw_next_tokens, draw_next_tokens_ref
+from sampler.verify.residual import draw_runs, draw_runs_ref
 from specdec.protocols import (
     DRAFT_KIND_NONE,
     DRAFT_KIND_ONE_HOT,
@@ -251,6 +251,11 @@ def stop_lines(inputs: VerifyInputs, accepted: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", VERIFICATIONS)
 def test_judgements_and_draws_are_the_twins(device: torch.device, case: dict) -> None:
+    compare_judgements(case, device)
+
+
+def compare_judgements(case: dict, device: torch.device) -> None:
+    """Hold the judgement of lines, and the runs that are drawn, to the twins."""
     inputs = verify_inputs(case, device)
     before = {
         name: tensor.clone() for name, tensor in vars(inputs).items() if isinstance(tensor, Tensor)
@@ -267,14 +272,18 @@ def test_judgements_and_draws_are_the_twins(device: torch.device, case: dict) ->
             accepted |= inputs.draft_tokens >= 0
             accepted[inputs.expanded_local_pos == refuse] = False
         judgement = dataclasses.replace(found, accepted=accepted)
-        drawn = draw_next_tokens(inputs, judgement, STREAM_RESIDUAL)
-        drawn_twin = draw_next_tokens_ref(inputs, judgement, STREAM_RESIDUAL)
+        drawn = draw_runs(inputs, judgement, STREAM_RESIDUAL)
+        drawn_twin = draw_runs_ref(inputs, judgement, STREAM_RESIDUAL)
+        assert torch.equal(drawn.num_sampled, drawn_twin.num_sampled)
+        assert torch.equal(drawn.sampled_tokens, drawn_twin.sampled_tokens)
         lines = stop_lines(inputs, accepted)
-        assert torch.equal(drawn[lines], drawn_twin[lines])
-        assert ((drawn[lines] >= 0) & (drawn[lines] < case["vocab_size"])).all()
+        (places,) = (drawn.num_sampled > 0).nonzero(as_tuple=True)
+        last = drawn.sampled_tokens[places, drawn.num_sampled[places].long() - 1]
+        assert ((last >= 0) & (last < case["vocab_size"])).all()
         if case["vocab_size"] > 2:
             real = lines[inputs.expanded_idx_mapping[lines] >= 0]
-            chosen = inputs.logits[real].gather(1, drawn[real, None])
+            own = last[inputs.expanded_idx_mapping[lines] >= 0]
+            chosen = inputs.logits[real].gather(1, own[:, None])
             assert (chosen > float("-inf")).all(), "a masked token was drawn"
     for name, tensor in before.items():
         torch.testing.assert_close(
@@ -310,9 +319,9 @@ def test_residual_without_mass_falls_back_to_the_target(device: torch.device) ->
         judgement = judge_drafts(inputs)
         judgement.accepted[0] = False
         none = dataclasses.replace(inputs, draft_tokens=torch.full_like(inputs.draft_tokens, -1))
-        for draw in (draw_next_tokens, draw_next_tokens_ref):
-            fallback = int(draw(inputs, judgement, STREAM_RESIDUAL)[0])
-            assert fallback == int(draw(none, judgement, STREAM_RESIDUAL)[0])
+        for draw in (draw_runs, draw_runs_ref):
+            fallback = int(draw(inputs, judgement, STREAM_RESIDUAL).sampled_tokens[0, 0])
+            assert fallback == int(draw(none, judgement, STREAM_RESIDUAL).sampled_tokens[0, 0])
 
 
 def test_places_do_not_depend_on_their_neighbours(device: torch.device) -> None:

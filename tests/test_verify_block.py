@@ -17,7 +17,7 @@ from sampler.noise import STREAM_RESIDUAL, mix_seed
 from sampler.verify.block import BlockConfig, BlockVerifier
 from sampler.verify.joint import judge_prefixes
 from sampler.verify.judge import draft_probabilities_ref
-from sampler.verify.residual import draw_next_tokens
+from sampler.verify.residual import draw_runs
 from specdec.protocols import DRAFT_KIND_ONE_HOT, DRAFT_KIND_WITH_Q, VerifyInputs
 from tests.statistics import ChiSquare, chi_square, dense_gumbel_sample
 
@@ -194,7 +194,7 @@ def residual_test(monkeypatch: pytest.MonkeyPatch, forget_weight: bool = False) 
         accepted=local == 0,
         weight=None if forget_weight else judgement.weight,
     )
-    drawn = draw_next_tokens(inputs, judgement, STREAM_RESIDUAL).view(n, width)[:, 1]
+    drawn = draw_runs(inputs, judgement, STREAM_RESIDUAL).sampled_tokens[:, 1]
     law = np.maximum(0.5 * TARGET - DRAFT, 0)
     return chi_square(np.bincount(drawn.numpy(), minlength=V), law / law.sum())
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sampler.draft_noise import draft_noise, epoch_seeds, epoch_seeds_ref
-from sampler.noise import STREAM_DRAFT, STREAM_RESIDUAL, mix_epoch, mix_seed
+from sampler.noise import STREAM_DRAFT, STREAM_RESIDUAL, STREAM_TARGET, mix_epoch, mix_seed
 from sampler.verify.base import VerifierBase
 from sampler.verify.block import BlockConfig, BlockVerifier
 from sampler.verify.coupled import CoupledConfig, CoupledVerifier
 from sampler.verify.joint import judge_prefixes, judge_prefixes_ref
-from sampler.verify.residual import draw_next_tokens, draw_next_tokens_ref
+from sampler.verify.residual import draw_runs, draw_runs_ref
 from sampler.verify.synthetic import (
     SyntheticConfig,
     SyntheticVerifier,
@@ -26,11 +26,10 @@ from sampler.verify.typical import (
     TypicalVerifier,
     judge_typical,
     judge_typical_ref,
-    sample_stop_lines,
 )
 from specdec.protocols import VerifyInputs
 from tests.strategies import draw_cases
-from tests.test_sampler_verify_kernels import VERIFICATIONS, stop_lines, verify_inputs
+from tests.test_sampler_verify_kernels import VERIFICATIONS, verify_inputs
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -75,9 +74,10 @@ def compare_prefixes(inputs: VerifyInputs) -> None:
             accepted |= inputs.draft_tokens >= 0
             accepted[inputs.expanded_local_pos == refuse] = False
         judgement = dataclasses.replace(found, accepted=accepted)
-        lines = stop_lines(inputs, accepted)
-        drawn = draw_next_tokens(inputs, judgement, STREAM_RESIDUAL)[lines]
-        assert torch.equal(drawn, draw_next_tokens_ref(inputs, judgement, STREAM_RESIDUAL)[lines])
+        drawn = draw_runs(inputs, judgement, STREAM_RESIDUAL)
+        twin_drawn = draw_runs_ref(inputs, judgement, STREAM_RESIDUAL)
+        assert torch.equal(drawn.num_sampled, twin_drawn.num_sampled)
+        assert torch.equal(drawn.sampled_tokens, twin_drawn.sampled_tokens)
 
 
 @pytest.mark.parametrize("case", VERIFICATIONS)
@@ -96,8 +96,11 @@ def test_judgements_of_lines_are_the_twins(device: torch.device, case: dict) -> 
     rates = torch.tensor([0.9, 0.5, 0.3, 0.1, 0.0], device=device)[-case["num_columns"] - 1 :]
     found, twin = judge_by_rates(inputs, rates), judge_by_rates_ref(inputs, rates)
     assert torch.equal(found.accepted, twin.accepted)
-    drawn = sample_stop_lines(inputs, found)[stop_lines(inputs, found.accepted)]
-    assert ((drawn >= 0) & (drawn < case["vocab_size"])).all()
+    drawn, drawn_twin = (
+        draw(inputs, found, STREAM_TARGET, refuses=False) for draw in (draw_runs, draw_runs_ref)
+    )
+    assert torch.equal(drawn.sampled_tokens, drawn_twin.sampled_tokens)
+    assert drawn.sampled_tokens.max() < case["vocab_size"]
 
 
 @pytest.mark.gpu

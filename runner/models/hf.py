@@ -4,7 +4,10 @@ The runner feeds one sequence of T tokens that belong to any number of requests;
 (`runner.attention`), registered through transformers' attention interface, keeps them apart.
 """
 
+import copy
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,9 +41,10 @@ class HFModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
-        _refuse(config)
+        refuse_unsound(config)
         self.model = model.eval().requires_grad_(False)
         self.decoder: nn.Module = model.get_decoder()
+        self.layers: Sequence[nn.Module] = getattr(self.decoder, "layers", [])
         if model.get_output_embeddings() is None:
             raise UnsupportedError(f"model type {config.model_type!r} has no output head")
         self.config = config
@@ -75,6 +79,19 @@ class HFModel:
             self.device,
         )
 
+    def first_layers(self, num_layers: int) -> "HFModel":
+        """Return a model of the first layers, with this one's embedding, norm and head.
+
+        Every module is shared: it has no weights of its own.
+        """
+        layers = nn.ModuleList(self.layers[:num_layers])
+        decoder = copy.copy(self.decoder)
+        # A module's copy still has the very table of its original's children.
+        decoder._modules = {**self.decoder._modules, "layers": layers}
+        model = copy.copy(self)
+        model.decoder, model.layers, model.num_layers = decoder, list(layers), num_layers
+        return model
+
     @torch.inference_mode()
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata
@@ -99,6 +116,50 @@ class HFModel:
             attn_metadata=attn_metadata,
         )
         return output.last_hidden_state[0]
+
+    @torch.inference_mode()
+    def forward_with_layers(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn_metadata: AttentionMetadata,
+        layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the decoder, and keep what some of its layers give; see `forward`.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64.
+            attn_metadata: of the pass.
+            layers: A indices into `self.layers`; none cost nothing.
+
+        Returns:
+            Hidden states after the last norm, [T, hidden_size], and the outputs of the layers side
+            by side in the order given, [T, A * hidden_size], or None where none is wanted.
+        """
+        if not layers:
+            return self.forward(input_ids, positions, attn_metadata), None
+        with self._recorded(layers) as outputs:
+            hidden = self.forward(input_ids, positions, attn_metadata)
+        return hidden, torch.cat([outputs[layer][0] for layer in layers], dim=1)
+
+    @contextmanager
+    def _recorded(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Keep the outputs of layers, [1, T, hidden_size] each, of the pass that runs inside."""
+        outputs: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                outputs[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self.layers[layer].register_forward_hook(keep(layer)) for layer in set(layers)]
+        try:
+            yield outputs
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -146,8 +207,12 @@ class HFModel:
         return torch.cat(logits)
 
 
-def _refuse(config: Any) -> None:
-    """Refuse what would run and be wrong."""
+def refuse_unsound(config: Any) -> None:
+    """Refuse what would run and be wrong.
+
+    Raises:
+        UnsupportedError: says what.
+    """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "num_key_value_heads"):
         raise UnsupportedError(f"model type {kind!r} is no decoder with a KV cache of heads")

@@ -84,10 +84,11 @@ def _prefix_weights_kernel(
     draft_logits_column_stride,
     idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
     local_pos_ptr,  # [L] int32
+    temperature_ptr,  # [N] float32
     cu_num_logits_ptr,  # [R + 1] int32
     block_stats_ptr,  # [4, L, num_blocks] float32
     lse_ptr,  # [2, L] float32, out: target, draft
-    target_prob_ptr,  # [L] float32, out: what the target gives the line's draft
+    target_prob_ptr,  # [L] float32, out: what the target gives the draft of a sampled row's line
     weight_ptr,  # [L] float32, out
     num_lines,
     num_cells,  # L * num_blocks
@@ -103,7 +104,9 @@ def _prefix_weights_kernel(
     lines = start.to(tl.int64) + j
     inside = j < lines_of_place
     draft = tl.load(draft_tokens_ptr + lines, mask=inside, other=-1)
-    judges = (draft >= 0).to(tl.int32)
+    row = tl.load(idx_mapping_ptr + lines, mask=inside, other=0).to(tl.int64)
+    sampled = tl.load(temperature_ptr + tl.maximum(row, 0)) > 0
+    judges = ((draft >= 0) & sampled).to(tl.int32)
     has_draft = judges > 0
     target_lse = _log_sum_exp_lines_device(
         block_stats_ptr, block_stats_ptr + num_cells, lines, judges, num_blocks, PADDED_BLOCKS
@@ -120,7 +123,6 @@ def _prefix_weights_kernel(
         draft_lse = _log_sum_exp_lines_device(
             draft_stats_ptr, draft_stats_ptr + num_cells, lines, with_q, num_blocks, PADDED_BLOCKS
         )
-        row = tl.load(idx_mapping_ptr + lines, mask=inside, other=0).to(tl.int64)
         column = tl.load(local_pos_ptr + lines, mask=inside, other=0).to(tl.int64)
         q_ptr = draft_logits_ptr + row * draft_logits_row_stride
         q_ptr += column * draft_logits_column_stride + draft
@@ -162,7 +164,7 @@ def _block_residuals_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    block = num_blocks - 1 - tl.program_id(1)  # what was read last may still be in L2
     cell = block_residual_ptr + line * num_blocks + block
     # A first line ends no run, and for a one-hot draft the sum is known: nothing is read.
     column = tl.load(local_pos_ptr + line).to(tl.int64)
@@ -204,6 +206,7 @@ def _judge_prefixes_kernel(
     block_residual_ptr,  # [L, num_blocks] float32
     accepted_ptr,  # [L] int8, out
     stop_prob_ptr,  # [L] float32, out
+    best_tokens_ptr,  # [L] int64, out: of greedy rows
     num_blocks,
     STREAM: tl.constexpr,
     HAS_Q: tl.constexpr,
@@ -252,6 +255,7 @@ def _judge_prefixes_kernel(
         block = tl.where(largest == top[:, None], blocks[None, :], num_blocks - 1)
         best_cell = lines * num_blocks + tl.minimum(tl.min(block, axis=1), num_blocks - 1)
         best = tl.load(block_arg_ptr + best_cell, mask=judges, other=-1).to(tl.int64)
+        tl.store(best_tokens_ptr + lines, best, mask=judges)
         matches = judges & (best == draft)
         num_accepted = tl.minimum(tl.min(tl.where(matches, WIDTH, j), axis=0), num_drafts)
     tl.store(accepted_ptr + lines, (j < num_accepted).to(tl.int8), mask=inside)
@@ -281,6 +285,7 @@ def _launch_weights(
     target_prob, weight = block_stats.new_empty(num_lines), block_stats.new_empty(num_lines)
     _prefix_weights_kernel[(len(inputs.cu_num_logits) - 1,)](
         *_law_arguments(inputs),
+        inputs.temperature,
         inputs.cu_num_logits,
         block_stats,
         lse,
@@ -321,7 +326,7 @@ def judge_prefixes(inputs: VerifyInputs) -> JointJudgement:
             BLOCK_SIZE=BLOCK_SIZE,
         )
     accepted = drafts.new_empty(len(drafts), dtype=torch.bool)
-    stop_prob = torch.empty_like(weight)
+    stop_prob, best_tokens = torch.empty_like(weight), torch.empty_like(drafts)
     _judge_prefixes_kernel[(num_reqs,)](
         drafts,
         inputs.draft_kind,
@@ -337,12 +342,13 @@ def judge_prefixes(inputs: VerifyInputs) -> JointJudgement:
         block_residual,
         accepted.view(torch.int8),
         stop_prob,
+        best_tokens,
         num_blocks,
         STREAM=STREAM_ACCEPT,
         HAS_Q=has_q,
         **widths,
     )
-    return JointJudgement(accepted, lse, weight, stop_prob)
+    return JointJudgement(accepted, lse, weight, best_tokens, stop_prob)
 
 
 def _residual_mass_ref(
@@ -367,7 +373,8 @@ def judge_prefixes_ref(inputs: VerifyInputs) -> JointJudgement:
     drafts, grid, valid = inputs.draft_tokens, inputs.line_grid, inputs.line_valid
     grid = grid.clamp(min=0)
     target_prob, draft_prob, lse = draft_probabilities_ref(inputs)
-    target_prob = torch.where(drafts >= 0, target_prob, 0.0)
+    sampled_lines = inputs.temperature[inputs.expanded_idx_mapping.long().clamp(min=0)] > 0
+    target_prob = torch.where((drafts >= 0) & sampled_lines, target_prob, 0.0)
     weight = torch.zeros_like(target_prob)
     running = torch.ones_like(target_prob[grid[:, 0]])
     for i in range(inputs.max_num_logits):
@@ -397,4 +404,4 @@ def judge_prefixes_ref(inputs: VerifyInputs) -> JointJudgement:
     accepted[grid[valid]] = (j < num_accepted)[valid]
     stop_line = torch.zeros_like(weight)
     stop_line[grid[valid]] = stop[valid]
-    return JointJudgement(accepted, lse, weight, stop_line)
+    return JointJudgement(accepted, lse, weight, best, stop_line)

@@ -38,11 +38,13 @@ class Judgement:
     """What became of the drafts, line by line."""
 
     accepted: Tensor  # [L] bool
-    # [2, L] float32, log of the sum of exp(logits): of the target where a line judges a draft, and
-    # of the draft where that has a q; else 0.
+    # [2, L] float32, log of the sum of exp(logits): of the target where a sampled row judges a
+    # draft, and of the draft where that has a q; else 0.
     lse: Tensor
     # [L] float32, what the target's law is weighed with in the residual; None = 1.
     weight: Tensor | None = None
+    # [L] int64, the argmax where a greedy row judges a draft; None where no line is said to.
+    best_tokens: Tensor | None = None
 
 
 @triton.jit
@@ -76,8 +78,9 @@ def _block_statistics_kernel(
     draft_logits_column_stride,
     idx_mapping_ptr,  # [L] int32: line -> row
     local_pos_ptr,  # [L] int32
+    temperature_ptr,  # [N] float32
     block_stats_ptr,  # [4, L, num_blocks] float32, out: max and sum of target, then of draft
-    block_arg_ptr,  # [L, num_blocks] int32, out
+    block_arg_ptr,  # [L, num_blocks] int32, out: of greedy rows, whose sums are not taken
     num_cells,  # L * num_blocks
     num_blocks,
     vocab_size,
@@ -92,15 +95,18 @@ def _block_statistics_kernel(
     inside = tokens < vocab_size
     pointers = logits_ptr + line * logits_stride + tokens
     logits = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
-    _, token = best_token_device(logits, tokens, inside, vocab_size)
-    largest, total = _sum_exp_device(logits)
     cell = line * num_blocks + block
-    tl.store(block_arg_ptr + cell, token)
+    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+    if tl.load(temperature_ptr + row) <= 0:
+        best, token = best_token_device(logits, tokens, inside, vocab_size)
+        tl.store(block_stats_ptr + cell, best)
+        tl.store(block_arg_ptr + cell, token)
+        return
+    largest, total = _sum_exp_device(logits)
     tl.store(block_stats_ptr + cell, largest)
     tl.store(block_stats_ptr + num_cells + cell, total)
     if HAS_Q:  # noqa: SIM102 (a condition known when compiling drops the code beneath it)
         if tl.load(draft_kind_ptr + line).to(tl.int32) == WITH_Q:
-            row = tl.load(idx_mapping_ptr + line).to(tl.int64)
             column = tl.load(local_pos_ptr + line).to(tl.int64)
             q_ptr = draft_logits_ptr + row * draft_logits_row_stride
             q_ptr += column * draft_logits_column_stride
@@ -128,6 +134,7 @@ def _judge_drafts_kernel(
     block_arg_ptr,  # [L, num_blocks] int32
     accepted_ptr,  # [L] int8, out
     lse_ptr,  # [2, L] float32, out: target, draft
+    best_tokens_ptr,  # [L] int64, out: of greedy rows
     num_lines,
     num_blocks,
     STREAM: tl.constexpr,
@@ -144,10 +151,17 @@ def _judge_drafts_kernel(
     num_cells = num_lines * num_blocks
     first = line * num_blocks
     max_ptr = block_stats_ptr + first
+    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+    if tl.load(temperature_ptr + row) <= 0:
+        _, best = best_block_device(max_ptr, block_arg_ptr + first, num_blocks, PADDED_BLOCKS)
+        tl.store(accepted_ptr + line, (best.to(tl.int64) == draft).to(tl.int8))
+        tl.store(best_tokens_ptr + line, best.to(tl.int64))
+        tl.store(lse_ptr + line, 0.0)
+        tl.store(lse_ptr + num_lines + line, 0.0)
+        return
     target_lse = _log_sum_exp_device(max_ptr, max_ptr + num_cells, num_blocks, PADDED_BLOCKS)
     logit = tl.load(logits_ptr + line * logits_stride + draft).to(tl.float32)
     target_prob = tl.exp(logit - target_lse)
-    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
     draft_lse = tl.full((), 0.0, tl.float32)
     draft_prob = tl.full((), 1.0, tl.float32)
     if HAS_Q:  # noqa: SIM102 (a condition known when compiling drops the code beneath it)
@@ -161,10 +175,7 @@ def _judge_drafts_kernel(
             q_ptr += column * draft_logits_column_stride
             draft_prob = tl.exp(tl.load(q_ptr + draft).to(tl.float32) - draft_lse)
     a, b = noise_key_device(tl.load(seeds_ptr + row), tl.load(positions_ptr + line), STREAM)
-    kept = (noise_uniform_device(a, b, draft) * draft_prob < target_prob).to(tl.int32)
-    _, best = best_block_device(max_ptr, block_arg_ptr + first, num_blocks, PADDED_BLOCKS)
-    is_best = (best.to(tl.int64) == draft).to(tl.int32)
-    kept = tl.where(tl.load(temperature_ptr + row) > 0, kept, is_best)
+    kept = noise_uniform_device(a, b, draft) * draft_prob < target_prob
     tl.store(accepted_ptr + line, kept.to(tl.int8))
     tl.store(lse_ptr + line, target_lse)
     tl.store(lse_ptr + num_lines + line, draft_lse)
@@ -189,6 +200,7 @@ def block_statistics(inputs: VerifyInputs) -> tuple[Tensor, Tensor]:
         *draft_logits_arguments(inputs),
         inputs.expanded_idx_mapping,
         inputs.expanded_local_pos,
+        inputs.temperature,
         block_stats,
         block_arg,
         num_lines * num_blocks,
@@ -210,6 +222,7 @@ def judge_drafts(inputs: VerifyInputs) -> Judgement:
     num_blocks = block_arg.shape[1]
     accepted = drafts.new_empty(num_lines, dtype=torch.bool)
     lse = logits.new_empty(2, num_lines, dtype=torch.float32)
+    best_tokens = torch.empty_like(drafts)
     _judge_drafts_kernel[(num_lines,)](
         logits,
         logits.stride(0),
@@ -225,13 +238,14 @@ def judge_drafts(inputs: VerifyInputs) -> Judgement:
         block_arg,
         accepted.view(torch.int8),
         lse,
+        best_tokens,
         num_lines,
         num_blocks,
         STREAM=STREAM_ACCEPT,
         HAS_Q=q is not None,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
     )
-    return Judgement(accepted, lse)
+    return Judgement(accepted, lse, best_tokens=best_tokens)
 
 
 def draft_logits_arguments(inputs: VerifyInputs) -> tuple[Tensor, int, int]:
@@ -248,11 +262,11 @@ def draft_logits_arguments(inputs: VerifyInputs) -> tuple[Tensor, int, int]:
 def draft_probabilities_ref(inputs: VerifyInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return what target and draft give each line's draft, [L] float32 each, and `Judgement.lse`.
 
-    Where a line judges no draft the target's is anything.
+    Where a line judges no draft, or in a greedy row, the target's is anything.
     """
     logits, drafts = inputs.logits, inputs.draft_tokens
     rows = inputs.expanded_idx_mapping.long().clamp(min=0)
-    has_draft, safe = drafts >= 0, drafts.clamp(min=0)
+    has_draft, safe = (drafts >= 0) & (inputs.temperature[rows] > 0), drafts.clamp(min=0)
     lse = logits.new_zeros(2, len(drafts))
     lse[0] = torch.where(has_draft, logits.logsumexp(1), 0.0)
     target_prob = (logits.gather(1, safe[:, None]).squeeze(1) - lse[0]).exp()
@@ -273,5 +287,6 @@ def judge_drafts_ref(inputs: VerifyInputs) -> Judgement:
     target_prob, draft_prob, lse = draft_probabilities_ref(inputs)
     key = noise_key(inputs.seeds[rows], inputs.draw_positions, STREAM_ACCEPT)
     kept = noise_uniform(key, drafts.clamp(min=0).int()) * draft_prob < target_prob
-    kept = torch.where(inputs.temperature[rows] > 0, kept, inputs.logits.argmax(1) == drafts)
-    return Judgement((drafts >= 0) & kept, lse)
+    best = inputs.logits.argmax(1)
+    kept = torch.where(inputs.temperature[rows] > 0, kept, best == drafts)
+    return Judgement((drafts >= 0) & kept, lse, best_tokens=best)

@@ -1,15 +1,20 @@
-"""Draw the token after the accepted drafts, as rejection sampling and block verification do.
+"""Draw the token after the accepted drafts, as rejection sampling and block verification do, and
+lay out the run.
 
     after a rejection:       a draw of max(w p - q, 0);    p without d where draft d is one-hot
     after the last draft:    a draw of p
 
 with w the weight of the judgement (1 in rejection sampling), p and q the softmax of target and
 draft logits, by Gumbel-max; only each place's stop line draws. Greedy rows and padding take the
-argmax.
+argmax, which the judgement knows of lines that judge a draft.
+
+Blocks are bounded and searched as in `sampler.gumbel`.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+
+import dataclasses
 
 import torch
 import triton
@@ -17,15 +22,120 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.dispatch import use_triton
-from sampler.gumbel import BLOCK_SIZE, best_block_device, best_token_device, gumbel_sample
+from sampler.gumbel import (
+    BLOCK_SIZE,
+    LOG_OF_BITS,
+    NOISE_BOUND,
+    best_token_device,
+    better_token_device,
+    gumbel_sample,
+    next_block_device,
+    score_bounds_device,
+)
 from sampler.noise import STREAM_TARGET, noise_gumbel_device, noise_key_device
-from sampler.verify.chain import count_accepted_device, num_accepted_ref
+from sampler.verify.chain import assemble_run_ref, count_accepted_device, num_accepted_ref
 from sampler.verify.judge import WITH_Q, Judgement, draft_logits_arguments
-from specdec.protocols import DRAFT_KIND_WITH_Q, VerifyInputs
+from specdec.protocols import DRAFT_KIND_WITH_Q, VerifyInputs, VerifyOutputs
+
+_MAX_PROGRAMS = 1024  # of the bounds, about what a large GPU holds at once
+# log2(x) <= bits(x) / 2^23 - 127 + 0.0861
+_REST_BOUND = tl.constexpr((0.0861 - 127) * 0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["num_lines", "num_cells"])
-def _residual_blocks_kernel(
+@triton.jit
+def _block_scores_device(
+    logits_ptr,  # of the line
+    q_ptr,  # of the line's draft, where `with_q`
+    block,
+    vocab_size,
+    draft,  # one-hot: not drawn; -1 = the target's own law
+    with_q,  # int32: the law is max(w p - q, 0)
+    target_lse,
+    draft_lse,
+    weight,
+    a,  # key of the noise
+    b,
+    sampled,  # int32: 0 = no noise
+    ROUGH: tl.constexpr,  # bounds instead of scores
+    HAS_Q: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Return the noisy scores of a block of a law, its tokens and which of them exist.
+
+    Bounds of noisy scores lack `NOISE_BOUND`.
+    """
+    tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = tokens < vocab_size
+    target = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.where(tokens == draft, float("-inf"), target)
+    if HAS_Q:  # noqa: SIM102 (known when compiling: drops the code beneath)
+        if with_q > 0:
+            q = tl.load(q_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+            rest = weight * tl.exp(target - target_lse) - tl.exp(q - draft_lse)
+            positive = tl.where(rest > 0, rest, 1.0)
+            if ROUGH:  # above the logarithm by at most 0.0861 * ln 2
+                bits = positive.to(tl.int32, bitcast=True)
+                scores = bits.to(tl.float32) * LOG_OF_BITS + _REST_BOUND
+            else:
+                scores = tl.log(positive)
+            scores = tl.where(rest > 0, scores, float("-inf"))
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    if sampled > 0:
+        if ROUGH:
+            scores = score_bounds_device(scores, a, b, tokens)
+        else:
+            scores += noise_gumbel_device(a, b, tokens)
+    return scores, tokens, inside
+
+
+@triton.jit
+def _law_device(
+    draft_tokens_ptr,
+    draft_kind_ptr,
+    draft_logits_ptr,
+    draft_logits_row_stride,
+    draft_logits_column_stride,
+    idx_mapping_ptr,
+    local_pos_ptr,
+    positions_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    lse_ptr,
+    weight_ptr,
+    line,
+    num_lines,
+    STREAM: tl.constexpr,
+    RESIDUAL_STREAM: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+):
+    """Return what a stop line draws from: draft, sampled, with_q, q_ptr, lse and weight, key."""
+    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+    safe_row = tl.maximum(row, 0)
+    sampled = ((row >= 0) & (tl.load(temperature_ptr + safe_row) > 0)).to(tl.int32)
+    draft = tl.load(draft_tokens_ptr + line)
+    refuses = sampled * (draft >= 0).to(tl.int32)
+    seed, position = tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line)
+    a, b = noise_key_device(seed, position, STREAM)
+    if refuses > 0:
+        a, b = noise_key_device(seed, position, RESIDUAL_STREAM)
+    with_q = refuses * 0
+    target_lse = tl.full((), 0.0, tl.float32)
+    draft_lse = tl.full((), 0.0, tl.float32)
+    weight = tl.full((), 1.0, tl.float32)
+    if HAS_Q:
+        with_q = refuses * (tl.load(draft_kind_ptr + line).to(tl.int32) == WITH_Q).to(tl.int32)
+        target_lse = tl.load(lse_ptr + line)
+        draft_lse = tl.load(lse_ptr + num_lines + line)
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + line)
+    column = tl.load(local_pos_ptr + line).to(tl.int64)
+    draft_logits_ptr += safe_row * draft_logits_row_stride + column * draft_logits_column_stride
+    return draft, sampled, with_q, draft_logits_ptr, target_lse, draft_lse, weight, a, b
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def _residual_bounds_kernel(
     logits_ptr,  # [L, V] float
     logits_stride,
     draft_tokens_ptr,  # [L] int64
@@ -42,10 +152,8 @@ def _residual_blocks_kernel(
     accepted_ptr,  # [L] int8
     lse_ptr,  # [2, L] float32: target, draft
     weight_ptr,  # [L] float32
-    block_max_ptr,  # [2, R, num_blocks] float32, out: of the residual, then of the target
-    block_arg_ptr,  # [2, R, num_blocks] int32, out
+    bounds_ptr,  # [R, num_blocks] float32, out
     num_lines,
-    num_cells,  # R * num_blocks
     num_blocks,
     vocab_size,
     STREAM: tl.constexpr,
@@ -56,107 +164,220 @@ def _residual_blocks_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
     start = tl.load(cu_num_logits_ptr + place)
     lines_of_place = tl.load(cu_num_logits_ptr + place + 1) - start
     if lines_of_place <= 0:
         return
     line = start + count_accepted_device(accepted_ptr, start, lines_of_place, WIDTH).to(tl.int64)
-    row = tl.load(idx_mapping_ptr + line).to(tl.int64)
-    safe_row = tl.maximum(row, 0)
-    temperature = tl.load(temperature_ptr + safe_row)
-    draft = tl.load(draft_tokens_ptr + line)
-    tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    inside = tokens < vocab_size
-    pointers = logits_ptr + line * logits_stride + tokens
-    target = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
-    residual = tl.full([BLOCK_SIZE], float("-inf"), tl.float32)
-    if tl.where(row >= 0, temperature, 0.0) > 0:
-        seed = tl.load(seeds_ptr + safe_row)
-        position = tl.load(positions_ptr + line)
-        if draft >= 0:
-            residual = tl.where(tokens == draft, float("-inf"), target)
-            if HAS_Q:  # noqa: SIM102 (known when compiling: drops the code beneath)
-                if tl.load(draft_kind_ptr + line).to(tl.int32) == WITH_Q:
-                    column = tl.load(local_pos_ptr + line).to(tl.int64)
-                    q_ptr = draft_logits_ptr + safe_row * draft_logits_row_stride
-                    q_ptr += column * draft_logits_column_stride
-                    q = tl.load(q_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
-                    rest = tl.exp(target - tl.load(lse_ptr + line))
-                    if HAS_WEIGHT:
-                        rest *= tl.load(weight_ptr + line)
-                    rest -= tl.exp(q - tl.load(lse_ptr + num_lines + line))
-                    positive = tl.where(rest > 0, rest, 1.0)
-                    residual = tl.where(rest > 0, tl.log(positive), float("-inf"))
-            a, b = noise_key_device(seed, position, RESIDUAL_STREAM)
-            residual += noise_gumbel_device(a, b, tokens)
-        a, b = noise_key_device(seed, position, STREAM)
-        target += noise_gumbel_device(a, b, tokens)
-    cell = place * num_blocks + block
-    best, token = best_token_device(residual, tokens, inside, vocab_size)
-    tl.store(block_max_ptr + cell, best)
-    tl.store(block_arg_ptr + cell, token)
-    cell += num_cells
-    best, token = best_token_device(target, tokens, inside, vocab_size)
-    tl.store(block_max_ptr + cell, best)
-    tl.store(block_arg_ptr + cell, token)
+    draft, sampled, with_q, q_ptr, target_lse, draft_lse, weight, a, b = _law_device(
+        draft_tokens_ptr,
+        draft_kind_ptr,
+        draft_logits_ptr,
+        draft_logits_row_stride,
+        draft_logits_column_stride,
+        idx_mapping_ptr,
+        local_pos_ptr,
+        positions_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        lse_ptr,
+        weight_ptr,
+        line,
+        num_lines,
+        STREAM=STREAM,
+        RESIDUAL_STREAM=RESIDUAL_STREAM,
+        HAS_Q=HAS_Q,
+        HAS_WEIGHT=HAS_WEIGHT,
+    )
+    if (sampled == 0) & (draft >= 0):
+        return  # the judgement knows the argmax
+    logits_ptr += line * logits_stride
+    bounds_ptr += place * num_blocks
+    # A program takes several blocks, for what it loads before the first takes longer than one. From
+    # the end, because what was read last may still be in L2.
+    for i in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
+        block = num_blocks - 1 - i
+        scores, _, _ = _block_scores_device(
+            logits_ptr,
+            q_ptr,
+            block,
+            vocab_size,
+            draft,
+            with_q,
+            target_lse,
+            draft_lse,
+            weight,
+            a,
+            b,
+            sampled,
+            ROUGH=True,
+            HAS_Q=HAS_Q,
+            BLOCK_SIZE=BLOCK_SIZE,
+        )
+        bound = tl.max(scores, axis=0) + tl.where(sampled > 0, NOISE_BOUND, 0.0)
+        tl.store(bounds_ptr + block, bound)
 
 
-@triton.jit(do_not_specialize=["num_cells"])
-def _next_tokens_kernel(
+@triton.jit(do_not_specialize=["num_lines"])
+def _draw_runs_kernel(
+    logits_ptr,  # [L, V] float
+    logits_stride,
+    draft_tokens_ptr,  # [L] int64
+    draft_kind_ptr,  # [L] int8
+    draft_logits_ptr,  # [N, K, V] float
+    draft_logits_row_stride,
+    draft_logits_column_stride,
+    idx_mapping_ptr,  # [L] int32: line -> row, -1 in padding
+    local_pos_ptr,  # [L] int32
+    positions_ptr,  # [L] int64
+    temperature_ptr,  # [N] float32
+    seeds_ptr,  # [N] int64
     cu_num_logits_ptr,  # [R + 1] int32
     accepted_ptr,  # [L] int8
-    block_max_ptr,  # [2, R, num_blocks] float32: of the residual, then of the target
-    block_arg_ptr,  # [2, R, num_blocks] int32
-    next_tokens_ptr,  # [L] int64, out: written at the stop lines
-    num_cells,  # R * num_blocks
+    lse_ptr,  # [2, L] float32: target, draft
+    weight_ptr,  # [L] float32
+    bounds_ptr,  # [R, num_blocks] float32
+    best_tokens_ptr,  # [L] int64, of greedy rows' lines that judge a draft
+    kept_tokens_ptr,  # [L] int64, the drafts as they are emitted
+    sampled_tokens_ptr,  # [R, W] int64, out
+    num_sampled_ptr,  # [R] int32, out
+    max_num_logits,
+    num_lines,
     num_blocks,
+    vocab_size,
+    STREAM: tl.constexpr,
+    RESIDUAL_STREAM: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_num_logits_ptr + place)
     lines_of_place = tl.load(cu_num_logits_ptr + place + 1) - start
     if lines_of_place <= 0:
+        nothing = tl.full([WIDTH], -1, tl.int64)
+        j = tl.arange(0, WIDTH)
+        out = sampled_tokens_ptr + place * max_num_logits + j
+        tl.store(out, nothing, mask=j < max_num_logits)
+        tl.store(num_sampled_ptr + place, 0)
         return
-    line = start + count_accepted_device(accepted_ptr, start, lines_of_place, WIDTH)
-    first = place * num_blocks
-    best, residual_token = best_block_device(
-        block_max_ptr + first, block_arg_ptr + first, num_blocks, PADDED_BLOCKS
+    line = start + count_accepted_device(accepted_ptr, start, lines_of_place, WIDTH).to(tl.int64)
+    draft, sampled, with_q, q_ptr, target_lse, draft_lse, weight, a, b = _law_device(
+        draft_tokens_ptr,
+        draft_kind_ptr,
+        draft_logits_ptr,
+        draft_logits_row_stride,
+        draft_logits_column_stride,
+        idx_mapping_ptr,
+        local_pos_ptr,
+        positions_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        lse_ptr,
+        weight_ptr,
+        line,
+        num_lines,
+        STREAM=STREAM,
+        RESIDUAL_STREAM=RESIDUAL_STREAM,
+        HAS_Q=HAS_Q,
+        HAS_WEIGHT=HAS_WEIGHT,
     )
-    first += num_cells
-    _, target_token = best_block_device(
-        block_max_ptr + first, block_arg_ptr + first, num_blocks, PADDED_BLOCKS
-    )
+    logits_ptr += line * logits_stride
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    known = (sampled == 0) & (draft >= 0)  # to the judgement: nothing is searched
+    num_bounds = tl.where(known, 0, num_blocks)
+    bounds_ptr += place * num_blocks
+    bounds = tl.load(bounds_ptr + blocks, mask=blocks < num_bounds, other=float("-inf"))
+    best = tl.full((), float("-inf"), tl.float32)
+    token = tl.full((), 0, tl.int32)
+    block = next_block_device(bounds, blocks, num_blocks, best)
+    while block >= 0:
+        scores, tokens, inside = _block_scores_device(
+            logits_ptr,
+            q_ptr,
+            block,
+            vocab_size,
+            draft,
+            with_q,
+            target_lse,
+            draft_lse,
+            weight,
+            a,
+            b,
+            sampled,
+            ROUGH=False,
+            HAS_Q=HAS_Q,
+            BLOCK_SIZE=BLOCK_SIZE,
+        )
+        block_best, block_token = best_token_device(scores, tokens, inside, vocab_size)
+        best, token = better_token_device(best, token, block_best, block_token)
+        bounds = tl.where(blocks == block, float("-inf"), bounds)
+        block = next_block_device(bounds, blocks, num_blocks, best)
+        # Without noise a bound is a score, and blocks that tie come in the order of the ids.
+        block = tl.where((sampled == 0) & (best > float("-inf")), -1, block)
     # Rounding can leave nothing of a residual whose mass is below the dtype's: p is then q up to
     # that rounding, and the draw falls back to p.
-    token = tl.where(best == float("-inf"), target_token, residual_token)
-    tl.store(next_tokens_ptr + line, token.to(tl.int64))
+    if (sampled > 0) & (draft >= 0) & (best == float("-inf")):
+        row = tl.load(idx_mapping_ptr + line).to(tl.int64)
+        a, b = noise_key_device(tl.load(seeds_ptr + row), tl.load(positions_ptr + line), STREAM)
+        for i in range(num_blocks):
+            scores, tokens, inside = _block_scores_device(
+                logits_ptr,
+                q_ptr,
+                i,
+                vocab_size,
+                -1,
+                0,
+                target_lse,
+                draft_lse,
+                weight,
+                a,
+                b,
+                sampled,
+                ROUGH=False,
+                HAS_Q=False,
+                BLOCK_SIZE=BLOCK_SIZE,
+            )
+            block_best, block_token = best_token_device(scores, tokens, inside, vocab_size)
+            best, token = better_token_device(best, token, block_best, block_token)
+    next_token = token.to(tl.int64)
+    if known:
+        next_token = tl.load(best_tokens_ptr + line)
+    j = tl.arange(0, WIDTH)
+    num_accepted = line - start
+    kept = tl.load(kept_tokens_ptr + start + j, mask=j < num_accepted, other=-1)
+    run = tl.where(j == num_accepted, next_token, kept)
+    out = sampled_tokens_ptr + place * max_num_logits + j
+    tl.store(out, run, mask=j < max_num_logits)
+    tl.store(num_sampled_ptr + place, (num_accepted + 1).to(tl.int32))
 
 
-def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream: int) -> Tensor:
-    """Draw at each place's stop line: from the residual if it refused a draft, else the target.
+def draw_runs(
+    inputs: VerifyInputs, judgement: Judgement, residual_stream: int, refuses: bool = True
+) -> VerifyOutputs:
+    """Lay out each place's accepted drafts, and draw the token after them.
 
     Args:
         inputs: the step.
         judgement: of its drafts.
         residual_stream: noise stream of the draws from the residual.
-
-    Returns:
-        tokens [L] int64, which mean something at the stop lines alone.
+        refuses: False draws from the target whether or not a draft was refused.
     """
-    logits, drafts, q = inputs.logits, inputs.draft_tokens, inputs.draft_logits
-    if not use_triton(logits):
-        return draw_next_tokens_ref(inputs, judgement, residual_stream)
+    if not use_triton(inputs.logits):
+        return draw_runs_ref(inputs, judgement, residual_stream, refuses)
+    kept_tokens, logits = inputs.draft_tokens, inputs.logits
+    if not refuses:
+        inputs = _without_drafts(inputs)
+    drafts, q = inputs.draft_tokens, inputs.draft_logits
     num_lines, vocab_size = logits.shape
     num_reqs = len(inputs.cu_num_logits) - 1
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
-    width = triton.next_power_of_2(max(inputs.max_num_logits, 1))
-    block_max = logits.new_empty(2, num_reqs, num_blocks, dtype=torch.float32)
-    block_arg = drafts.new_empty(2, num_reqs, num_blocks, dtype=torch.int32)
-    next_tokens = torch.empty_like(drafts)
-    accepted = judgement.accepted.view(torch.int8)
-    _residual_blocks_kernel[(num_reqs, num_blocks)](
+    bounds = logits.new_empty(num_reqs, num_blocks, dtype=torch.float32)
+    sampled_tokens = drafts.new_empty(num_reqs, inputs.max_num_logits)
+    num_sampled = drafts.new_empty(num_reqs, dtype=torch.int32)
+    shared = (
         logits,
         logits.stride(0),
         drafts,
@@ -168,40 +389,61 @@ def draw_next_tokens(inputs: VerifyInputs, judgement: Judgement, residual_stream
         inputs.temperature,
         inputs.seeds,
         inputs.cu_num_logits,
-        accepted,
+        judgement.accepted.view(torch.int8),
         judgement.lse,
         judgement.lse if judgement.weight is None else judgement.weight,
-        block_max,
-        block_arg,
-        num_lines,
-        num_reqs * num_blocks,
-        num_blocks,
-        vocab_size,
-        STREAM=STREAM_TARGET,
-        RESIDUAL_STREAM=residual_stream,
-        HAS_Q=q is not None,
-        HAS_WEIGHT=judgement.weight is not None,
-        WIDTH=width,
-        BLOCK_SIZE=BLOCK_SIZE,
+        bounds,
     )
-    _next_tokens_kernel[(num_reqs,)](
-        inputs.cu_num_logits,
-        accepted,
-        block_max,
-        block_arg,
-        next_tokens,
-        num_reqs * num_blocks,
-        num_blocks,
-        WIDTH=width,
+    sizes = (num_lines, num_blocks, vocab_size)
+    choices = {
+        "STREAM": STREAM_TARGET,
+        "RESIDUAL_STREAM": residual_stream,
+        "HAS_Q": q is not None,
+        "HAS_WEIGHT": judgement.weight is not None,
+        "WIDTH": triton.next_power_of_2(max(inputs.max_num_logits, 1)),
+        "BLOCK_SIZE": BLOCK_SIZE,
+    }
+    num_programs = min(num_blocks, triton.cdiv(_MAX_PROGRAMS, num_reqs))
+    _residual_bounds_kernel[(num_reqs, num_programs)](*shared, *sizes, **choices)
+    _draw_runs_kernel[(num_reqs,)](
+        *shared,
+        kept_tokens if judgement.best_tokens is None else judgement.best_tokens,
+        kept_tokens,
+        sampled_tokens,
+        num_sampled,
+        inputs.max_num_logits,
+        *sizes,
+        **choices,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=8,  # few programs, each of which scores one block as fast as it can
     )
-    return next_tokens
+    return VerifyOutputs(sampled_tokens, num_sampled)
 
 
-def draw_next_tokens_ref(
-    inputs: VerifyInputs, judgement: Judgement, residual_stream: int
-) -> Tensor:
-    """Torch twin of `draw_next_tokens`."""
+def _without_drafts(inputs: VerifyInputs) -> VerifyInputs:
+    """Return a step whose lines judge nothing."""
+    none = torch.full_like(inputs.draft_tokens, -1)
+    return dataclasses.replace(inputs, draft_tokens=none, draft_logits=None)
+
+
+def draw_runs_ref(
+    inputs: VerifyInputs, judgement: Judgement, residual_stream: int, refuses: bool = True
+) -> VerifyOutputs:
+    """Torch twin of `draw_runs`."""
+    next_tokens = _next_tokens_ref(
+        inputs if refuses else _without_drafts(inputs), judgement, residual_stream
+    )
+    return assemble_run_ref(
+        judgement.accepted,
+        inputs.draft_tokens,
+        next_tokens,
+        inputs.cu_num_logits,
+        inputs.max_num_logits,
+    )
+
+
+def _next_tokens_ref(inputs: VerifyInputs, judgement: Judgement, residual_stream: int) -> Tensor:
+    """Return the token that each place's stop line draws, at that line of [L] int64."""
     starts = inputs.cu_num_logits[:-1].long()
     count = num_accepted_ref(judgement.accepted, inputs.cu_num_logits, inputs.max_num_logits)
     # A place without lines repeats another one's draw: what is drawn depends on the line alone.

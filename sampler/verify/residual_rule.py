@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from sampler.noise import STREAM_RESIDUAL
 from sampler.verify.base import VerifierBase
-from sampler.verify.chain import assemble_run, match_draws
-from sampler.verify.residual import draw_next_tokens
+from sampler.verify.chain import match_draws
+from sampler.verify.residual import draw_runs
 from specdec.protocols import VerifyInputs, VerifyOutputs
 
 
@@ -23,19 +21,8 @@ class ResidualRule(VerifierBase):
         # With one line a place there is no draft to judge, and each line draws from the target.
         if inputs.all_greedy or inputs.max_num_logits == 1:
             return match_draws(inputs)
-        judgement = self._judge(inputs)
-        return assemble_run(
-            judgement.accepted,
-            inputs.draft_tokens,
-            self._next_tokens(inputs, judgement),
-            inputs.cu_num_logits,
-            inputs.max_num_logits,
-        )
+        return draw_runs(inputs, self._judge(inputs), self.residual_stream)
 
     def _judge(self, inputs: VerifyInputs) -> Any:
         """Return the judgement of each line: whether its draft stays, and what residuals need."""
         raise NotImplementedError(f"{type(self).__name__} does not say which drafts stay")
-
-    def _next_tokens(self, inputs: VerifyInputs, judgement: Any) -> Tensor:
-        """Return the token that each place's stop line draws, at that line of [L]."""
-        return draw_next_tokens(inputs, judgement, self.residual_stream)

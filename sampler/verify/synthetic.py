@@ -26,16 +26,16 @@ from torch import Tensor
 from runner.dispatch import use_triton
 from sampler.noise import (
     STREAM_ACCEPT,
+    STREAM_TARGET,
     noise_key,
     noise_key_device,
     noise_uniform,
     noise_uniform_device,
 )
 from sampler.verify.base import VerifierBase
-from sampler.verify.chain import assemble_run
 from sampler.verify.config import VerifierConfig
 from sampler.verify.judge import Judgement
-from sampler.verify.typical import sample_stop_lines
+from sampler.verify.residual import draw_runs
 from specdec.errors import ConfigError
 from specdec.protocols import VerifyInputs, VerifyOutputs
 from specdec.registry import register_verifier
@@ -125,13 +125,7 @@ class SyntheticVerifier(VerifierBase):
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
         """Accept as many drafts as the rates say, then emit the target's sample."""
         judgement = judge_by_rates(inputs, self.rates)
-        return assemble_run(
-            judgement.accepted,
-            inputs.draft_tokens,
-            sample_stop_lines(inputs, judgement),
-            inputs.cu_num_logits,
-            inputs.max_num_logits,
-        )
+        return draw_runs(inputs, judgement, STREAM_TARGET, refuses=False)
 
 
 @triton.jit(do_not_specialize=["num_lines"])

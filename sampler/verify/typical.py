@@ -13,22 +13,20 @@ Source: Cai et al. 2024 (Medusa), arXiv 2401.10774, section 2.3.1; Hewitt et al.
 # A launch gives plain integers to parameters annotated tl.constexpr.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from runner.dispatch import use_triton
 from sampler.gumbel import BLOCK_SIZE, best_block_device, best_token_device
 from sampler.noise import STREAM_TARGET
 from sampler.verify.base import VerifierBase
-from sampler.verify.chain import assemble_run, match_draws
+from sampler.verify.chain import match_draws
 from sampler.verify.config import VerifierConfig
 from sampler.verify.judge import Judgement
-from sampler.verify.residual import draw_next_tokens
+from sampler.verify.residual import draw_runs
 from specdec.errors import ConfigError
 from specdec.protocols import VerifyInputs, VerifyOutputs
 from specdec.registry import register_verifier
@@ -74,20 +72,7 @@ class TypicalVerifier(VerifierBase):
         if inputs.all_greedy or inputs.max_num_logits == 1:
             return match_draws(inputs)
         judgement = judge_typical(inputs, self.config.epsilon, self.config.delta)
-        return assemble_run(
-            judgement.accepted,
-            inputs.draft_tokens,
-            sample_stop_lines(inputs, judgement),
-            inputs.cu_num_logits,
-            inputs.max_num_logits,
-        )
-
-
-def sample_stop_lines(inputs: VerifyInputs, judgement: Judgement) -> Tensor:
-    """Draw from the target at each place's stop line, [L] int64, whether or not it refused."""
-    none = torch.full_like(inputs.draft_tokens, -1)
-    lines = dataclasses.replace(inputs, draft_tokens=none, draft_logits=None)
-    return draw_next_tokens(lines, judgement, STREAM_TARGET)
+        return draw_runs(inputs, judgement, STREAM_TARGET, refuses=False)
 
 
 @triton.jit(do_not_specialize=["num_cells"])

@@ -1,0 +1,108 @@
+"""The loop of drafters that are a causal model: a pass over committed tokens, then one a draft.
+
+The first pass of a step runs over the positions that the step committed, which also supplies the KV
+of the last draft where all drafts were accepted, and leaves the hidden state that predicts the
+first draft of each place; K - 1 single-token passes follow. The model shares the target's block
+tables over a KV cache of its own.
+
+Source: Leviathan et al. 2023; Chen et al. 2023.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.base import DrafterBase
+from drafters.draft_sampling import DraftSampler
+from runner.draft_inputs import DraftPass, first_pass_inputs, next_pass_inputs
+from runner.kv_cache import PagedKVCache
+from runner.models.hf import HFModel
+from specdec.protocols import (
+    DraftBuffers,
+    DraftContext,
+    DrafterCapabilities,
+    KVSpec,
+    StateView,
+    TargetView,
+)
+
+
+class AutoregressiveDrafter(DrafterBase):
+    """Base of drafters that run a causal model; `load` of a subclass calls `use_model`."""
+
+    config: Any  # a subclass's own kind of DraftSamplingConfig
+    model: HFModel
+
+    def use_model(self, model: HFModel, target: TargetView) -> None:
+        """Draft with a model; ids that it and the target do not share are never drafted."""
+        self.model = model
+        self._clamps_ids = model.vocab_size < target.vocab_size
+        self.sampler = DraftSampler(self.config, self.num_logits(target))
+        self.capabilities = DrafterCapabilities(
+            kv=KVSpec(model.num_layers, model.num_kv_heads, model.head_size, model.dtype),
+            offers_q=self.sampler.draws,
+            max_context=model.max_position_embeddings,
+            splits_first_pass=True,
+            reads_token_table=False,
+            offers_confidence=True,
+        )
+
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Keep the views; allocate what passes from the first pass to the first draft."""
+        super().bind(state, buffers)
+        self.sampler.bind(state, buffers)
+        # [N, hidden], by place: what the first pass leaves for the first draft. Zeros, not empty:
+        # a captured step reads more places than a smaller one has filled.
+        self._hidden = torch.zeros(
+            len(state.total_len),
+            self.model.hidden_size,
+            dtype=self.model.dtype,
+            device=state.total_len.device,
+        )
+
+    def first_pass(self, ctx: DraftContext) -> None:
+        """Run over the positions that the step committed."""
+        step = first_pass_inputs(ctx, self._kv)
+        hidden = self._forward(step)
+        torch.index_select(hidden, 0, step.last_indices, out=self._hidden[: ctx.num_reqs])
+
+    def propose(self, ctx: DraftContext) -> None:
+        """Choose K drafts, with a pass between two of them."""
+        hidden = self._hidden[: ctx.num_reqs]
+        drafts: list[Tensor] = []
+        for i in range(ctx.num_drafts):
+            drafts.append(self.sampler.choose(ctx, self.draft_logits(hidden), i))
+            if i + 1 < ctx.num_drafts:
+                hidden = self._forward(next_pass_inputs(ctx, self._kv, drafts[-1], i + 1))
+        self.sampler.write(ctx, drafts)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
+        return self._hidden.nbytes + self.sampler.num_bytes
+
+    def num_logits(self, target: TargetView) -> int:
+        """Return how many columns `draft_logits` has: ids behind them are never drafted."""
+        return min(self.model.vocab_size, target.vocab_size)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, num_logits] over the target's ids from hidden states [R, hidden]."""
+        return self.model.compute_logits(hidden)[:, : self.sampler.vocab_size]
+
+    def model_ids(self, input_ids: Tensor) -> Tensor:
+        """Return what the model reads for ids [T] int64 of the target.
+
+        Ids behind the model's vocabulary (often padded shorter) read as its last.
+        """
+        return input_ids.clamp(max=self.model.vocab_size - 1) if self._clamps_ids else input_ids
+
+    @property
+    def _kv(self) -> PagedKVCache:
+        """Return the drafter's own cache."""
+        assert self.buffers.kv is not None, "the runner allocates the KV that capabilities ask for"
+        return self.buffers.kv
+
+    def _forward(self, step: DraftPass) -> Tensor:
+        """Run a pass; returns hidden states [T', hidden]."""
+        ids = self.model_ids(step.input_ids)
+        return self.model.forward(ids, step.positions, step.attn_metadata)

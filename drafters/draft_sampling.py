@@ -1,0 +1,151 @@
+"""How drafts are chosen from logits, for every drafter that has logits: by argmax, or by drawing.
+
+A drawn draft comes with the law q that it was drawn from, which the verifier needs to judge it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drafters.base import DrafterConfig
+from runner.rows import scatter_rows
+from sampler.top_k_top_p import apply_top_k_top_p
+from specdec.errors import ConfigError
+from specdec.protocols import (
+    DRAFT_KIND_ONE_HOT,
+    DRAFT_KIND_WITH_Q,
+    DraftBuffers,
+    DraftContext,
+    StateView,
+)
+
+
+@dataclass
+class DraftSamplingConfig(DrafterConfig):
+    """Parameters of how drafts are chosen.
+
+    Args:
+        sampling: "argmax" proposes the likeliest token (a one-hot draft); "gumbel" samples, and
+            hands the verifier the distribution q that it really drew from. Rows of temperature 0
+            get the likeliest token either way.
+        temperature: of "gumbel"; None takes the row's.
+        top_k: of "gumbel": draw among so many; 0 or -1 takes all.
+        top_p: of "gumbel": draw among the most probable tokens of this mass, in (0, 1].
+    """
+
+    sampling: Literal["argmax", "gumbel"] = "argmax"
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        who = f"drafter {self.name}"
+        if self.sampling not in ("argmax", "gumbel"):
+            raise ConfigError(
+                f"{who}: sampling={self.sampling!r} is not allowed; give 'argmax' or 'gumbel'"
+            )
+        if self.temperature is not None and not 1e-5 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"{who}: temperature={self.temperature} is not allowed; give a "
+                f"number >= 1e-5, or none for the request's own (sampling='argmax' draws nothing)"
+            )
+        if not 0 < self.top_p <= 1 or self.top_k < -1:
+            raise ConfigError(
+                f"{who}: top_k={self.top_k} and top_p={self.top_p} are not allowed; "
+                f"give top_k >= -1 and top_p in (0, 1]"
+            )
+        own = self.temperature is not None or self.top_k > 0 or self.top_p < 1
+        if own and self.sampling == "argmax":
+            raise ConfigError(
+                f"{who}: temperature, top_k and top_p have no effect with "
+                "sampling='argmax'; set sampling='gumbel' or leave them out"
+            )
+
+
+class DraftSampler:
+    """Chooses drafts and writes them, with their law and their probability where these are wanted.
+
+    Args:
+        config: how.
+        vocab_size: columns of the logits: ids from here on are never drafted.
+    """
+
+    def __init__(self, config: DraftSamplingConfig, vocab_size: int) -> None:
+        self.config, self.vocab_size = config, vocab_size
+        self.draws = config.sampling == "gumbel"
+
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Keep the buffers; an id of the target that the drafter does not have gets no mass."""
+        self._buffers = buffers
+        if buffers.draft_logits is not None:
+            buffers.draft_logits[..., self.vocab_size :] = float("-inf")
+        num_rows, device = len(state.total_len), state.total_len.device
+        config, limit = self.config, self.vocab_size
+        self._limits: tuple[Tensor, Tensor] | None = None  # top_k and top_p by row, all alike
+        if 0 < config.top_k < limit or config.top_p < 1:
+            top_k = min(config.top_k, limit) if config.top_k > 0 else limit
+            self._limits = (
+                torch.full((num_rows,), top_k, dtype=torch.int32, device=device),
+                torch.full((num_rows,), config.top_p, dtype=torch.float32, device=device),
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the limits by row."""
+        return sum(limit.nbytes for limit in self._limits or ())
+
+    def choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        """Choose draft `index` (from 0) of each place, and store what belongs to it.
+
+        Args:
+            ctx: the step.
+            logits: [R, vocab_size].
+            index: which draft of the run.
+
+        Returns:
+            Tokens [R] int64.
+        """
+        if self.draws:
+            logits = self._law(ctx, logits, index)
+            rows = ctx.idx_mapping.long().clamp(min=0)
+            positions = ctx.state.total_len[rows].long() + index
+            drafts = ctx.noise.draw(logits, ctx.idx_mapping, positions)
+        else:
+            drafts = logits.argmax(1)
+        if self._buffers.draft_confidence is not None:
+            chosen = logits.float().log_softmax(1).gather(1, drafts[:, None])[:, 0].exp()
+            scatter_rows(self._buffers.draft_confidence[:, index], ctx.idx_mapping, chosen)
+        return drafts
+
+    def _law(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        """Store and return the law of draft `index`: logits [R, vocab_size] float32."""
+        assert self._buffers.draft_logits is not None
+        rows = ctx.idx_mapping.long().clamp(min=0)
+        own = self.config.temperature
+        temperature = ctx.temperature[rows][:, None]
+        divisor = torch.where(temperature > 0, temperature if own is None else own, 1.0)
+        scaled = logits.float() / divisor
+        if self._limits is not None:
+            apply_top_k_top_p(scaled, ctx.idx_mapping, ctx.temperature, *self._limits)
+        table = self._buffers.draft_logits[:, index, : self.vocab_size]
+        scatter_rows(table, ctx.idx_mapping, scaled)
+        return scaled
+
+    def write(self, ctx: DraftContext, drafts: list[Tensor]) -> None:
+        """Write the runs of all places.
+
+        Args:
+            ctx: the step.
+            drafts: at most `ctx.num_drafts` of [R] int64; behind them there is no draft.
+        """
+        missing = ctx.num_drafts - len(drafts)
+        run = [*drafts, *[torch.full_like(drafts[0], -1)] * missing]
+        table = self._buffers.draft_tokens[:, : ctx.num_drafts]
+        scatter_rows(table, ctx.idx_mapping, torch.stack(run, 1))
+        if self.draws:
+            temperature = ctx.temperature[ctx.idx_mapping.long().clamp(min=0)]
+            kind = torch.where(temperature > 0, DRAFT_KIND_WITH_Q, DRAFT_KIND_ONE_HOT)
+            scatter_rows(self._buffers.draft_kind, ctx.idx_mapping, kind.to(torch.int8))

@@ -1,0 +1,192 @@
+"""The loop of drafters that are an EAGLE-style head: a pass over the step's tokens, one a draft.
+
+The first pass of a step runs over the step's own tokens, so that the head's KV is that of the
+committed text and of the target's true features; K - 1 single-token passes follow, which read what
+the head itself gave before. The head shares the target's block tables over a KV cache of its own.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from drafters.base import DrafterBase
+from drafters.draft_sampling import DraftSampler, DraftSamplingConfig
+from drafters.heads.checkpoint import HeadCheckpoint, load_head
+from drafters.heads.modules import ChainHead, make_head
+from runner.head_inputs import first_head_inputs, next_head_inputs
+from runner.kv_cache import PagedKVCache
+from runner.models.packed_linear import pack_linears
+from specdec.errors import ConfigError
+from specdec.protocols import (
+    DraftBuffers,
+    DraftContext,
+    DrafterCapabilities,
+    KVSpec,
+    StateView,
+    TargetView,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class HeadConfig(DraftSamplingConfig):
+    """Parameters of a head, beside how drafts are chosen.
+
+    Args:
+        path: folder with config.json and *.safetensors, in the layout of the EAGLE repository, of
+            SpecForge or of speculators.
+    """
+
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        if not self.path:
+            raise ConfigError(f"drafter {self.name} needs path=<folder of the head>, got none")
+        super().__post_init__()
+
+
+class HeadDrafter(DrafterBase):
+    """Base of drafters that run an EAGLE-style head."""
+
+    config: HeadConfig
+    method: ClassVar[str]
+
+    def load(self, target: TargetView) -> None:
+        """Load the head, and take from the target what it does not bring.
+
+        Raises:
+            ConfigError: it was made for another target, or is another kind of head.
+            WeightsError, UnsupportedError: its files cannot be read, or it cannot be run.
+        """
+        checkpoint = load_head(self.config.path, self.method)
+        check_fits(checkpoint, self.config.path, target)
+        spec = checkpoint.spec
+        self.head = build_head(checkpoint, target)
+        # [V_draft] int64, where the head knows a part of the target's vocabulary alone
+        self._target_ids: Tensor | None = None
+        if checkpoint.target_ids is not None:
+            self._target_ids = checkpoint.target_ids.to(target.device)
+        self.sampler = DraftSampler(self.config, target.vocab_size)
+        self._vocab_size, self._dtype = target.vocab_size, target.dtype
+        attention = self.head.layer.self_attn
+        layer_config = spec.layer_config
+        aux_layers = checkpoint.resolved_aux_layers(len(target.model.layers))
+        self.capabilities = DrafterCapabilities(
+            hidden_states="none" if aux_layers else "last",
+            aux_layers=aux_layers,
+            kv=KVSpec(1, layer_config.num_key_value_heads, attention.head_dim, target.dtype),
+            offers_q=self.sampler.draws,
+            max_context=layer_config.max_position_embeddings,
+            splits_first_pass=True,
+            reads_token_table=False,
+            offers_confidence=True,
+        )
+
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Keep the views; allocate what passes from the first pass to the first draft."""
+        super().bind(state, buffers)
+        self.sampler.bind(state, buffers)
+        # [N, hidden], by place. Zeros, not empty: a captured step reads more places than a smaller
+        # one has filled.
+        self._hidden = torch.zeros(
+            len(state.total_len),
+            self.head.spec.layer_config.hidden_size,
+            dtype=self._dtype,
+            device=state.total_len.device,
+        )
+
+    def first_pass(self, ctx: DraftContext) -> None:
+        """Run over the step's own tokens, each beside the target's features of its position."""
+        wants_aux = bool(self.capabilities.aux_layers)
+        features = ctx.aux_hidden_states if wants_aux else ctx.hidden_states
+        assert features is not None, "the runner hands over what capabilities ask for"
+        step = first_head_inputs(ctx, self._kv)
+        hidden = self.head(
+            step.input_ids, step.positions, self.head.fuse(features), step.attn_metadata
+        )
+        torch.index_select(hidden, 0, step.last_indices, out=self._hidden[: ctx.num_reqs])
+
+    def propose(self, ctx: DraftContext) -> None:
+        """Choose K drafts, with a pass between two of them."""
+        hidden = self._hidden[: ctx.num_reqs]
+        drafts: list[Tensor] = []
+        for i in range(ctx.num_drafts):
+            drafts.append(self._choose(ctx, self.head.compute_logits(hidden), i))
+            if i + 1 < ctx.num_drafts:
+                step = next_head_inputs(ctx, self._kv, drafts[-1], i + 1)
+                hidden = self.head(step.input_ids, step.positions, hidden, step.attn_metadata)
+        self.sampler.write(ctx, drafts)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
+        return self._hidden.nbytes + self.sampler.num_bytes
+
+    def _choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        """Choose draft `index` of each place, in the target's vocabulary.
+
+        Args:
+            ctx: the step.
+            logits: [R, V_draft].
+            index: from 0.
+        """
+        if self._target_ids is None:
+            return self.sampler.choose(ctx, logits, index)
+        if not self.sampler.draws:
+            return self._target_ids[self.sampler.choose(ctx, logits, index)]
+        # Noise and law are over the target's ids: those that the head does not know have no mass.
+        wide = logits.new_full((len(logits), self._vocab_size), float("-inf"))
+        return self.sampler.choose(ctx, wide.index_copy_(1, self._target_ids, logits), index)
+
+    @property
+    def _kv(self) -> PagedKVCache:
+        """Return the head's own cache."""
+        assert self.buffers.kv is not None, "the runner allocates the KV that capabilities ask for"
+        return self.buffers.kv
+
+
+def check_fits(checkpoint: HeadCheckpoint, path: str, target: TargetView) -> None:
+    """Refuse a head that was made for another target.
+
+    Raises:
+        ConfigError: names the size of the head and that of the target.
+    """
+    spec = checkpoint.spec
+    hidden_size = target.hidden_size
+    pairs = [("vocabulary", spec.layer_config.vocab_size, target.vocab_size)]
+    pairs.append(("hidden size", spec.target_hidden_size, hidden_size))
+    if not spec.owns_embedding or not spec.owns_lm_head:
+        pairs.append(("hidden size", spec.layer_config.hidden_size, hidden_size))
+    if not spec.owns_lm_head:
+        pairs.append(("vocabulary", spec.draft_vocab_size, target.vocab_size))
+    for what, own, wanted in pairs:
+        if own != wanted:
+            raise ConfigError(
+                f"head {path!r} has {what} {own}, the target has {wanted}; give a head that was "
+                f"trained for this target"
+            )
+
+
+def build_head(checkpoint: HeadCheckpoint, target: TargetView) -> ChainHead:
+    """Build a head on the target's device and in its dtype."""
+    with torch.device("meta"):
+        head = make_head(checkpoint.spec)
+    tensors = {
+        name: tensor.to(target.device, target.dtype) for name, tensor in checkpoint.tensors.items()
+    }
+    head.load_state_dict(tensors, assign=True)
+    head.rotary.to(target.device)
+    head.eval().requires_grad_(False)
+    embedding = target.model.model.get_input_embeddings()
+    own = head.embed_tokens
+    if own is not None and torch.equal(own.weight, embedding.weight):
+        head.embed_tokens = None  # a copy of the target's: no memory for it
+    pack_linears(head)
+    head.share(embedding.__call__, target.model.compute_logits)
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
+    logger.info("loaded %s head: %.0f M parameters", checkpoint.layout, num_parameters / 1e6)
+    return head

@@ -1,0 +1,70 @@
+"""Folders of draft heads: a config.json beside safetensors, checked; never a pickle."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from runner.weights import check_weight_files
+from specdec.errors import WeightsError
+
+
+def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a head's config and tensors, on the CPU.
+
+    Args:
+        path: folder.
+
+    Raises:
+        WeightsError: there is no such folder, or its files are missing, damaged or a pickle.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise WeightsError(
+            f"head folder {path!r} does not exist; give a folder with config.json and *.safetensors"
+        )
+    check_weight_files(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WeightsError(f"{folder / 'config.json'} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"{folder / 'config.json'} holds no mapping")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return config, tensors
+
+
+def write_head(path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a head's folder, which is made where it is missing."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    # safetensors refuses views of shared memory, and a head may show one tensor twice.
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(own, folder / "model.safetensors")
+    text = json.dumps(dict(config), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def check_shape(path: str, name: str, tensor: Tensor, wanted: tuple[int, ...], why: str) -> None:
+    """Refuse a tensor of another shape than it must have.
+
+    Args:
+        path: folder of the head.
+        name: of the tensor.
+        tensor: as it was read.
+        wanted: its shape.
+        why: what the wanted shape follows from.
+
+    Raises:
+        WeightsError: names both shapes.
+    """
+    if tuple(tensor.shape) != wanted:
+        raise WeightsError(
+            f"head {path!r}: tensor {name!r} has shape {list(tensor.shape)}, needed is "
+            f"{list(wanted)} ({why}); give a head that was trained for this target"
+        )
