@@ -183,21 +183,6 @@ class ModelRunner:
             "pinned host" if self.config.token_table == "pinned" else "device",
         )
 
-    def _load_drafter(self, tokenizer: Any | None) -> None:
-        """Let the drafter load, and see what it may take from the target."""
-        view = TargetView(
-            model=self.target,
-            vocab_size=self.target.vocab_size,
-            hidden_size=self.target.hidden_size,
-            dtype=self.target.dtype,
-            device=self.device,
-            num_speculative_tokens=self.config.num_speculative_tokens,
-            max_model_len=self.config.max_model_len,
-            tokenizer=tokenizer,
-        )
-        with self.on_device():
-            self.drafter.load(view)
-
     def _allocate_for_drafter(self, largest: int) -> None:
         """Allocate what the drafter asks for, once `load` has set what that is.
 
