@@ -82,6 +82,34 @@ def test_text_is_that_of_plain_decoding_while_the_length_changes(
     assert num_accepted > 0
 
 
+OTHERS: list[Any] = [
+    "suffix",
+    {"name": "layer_skip", "num_layers": 2, "sampling": "gumbel"},
+    {
+        "name": "mixed",
+        "policy": "best",
+        "explore_every": 2,
+        "drafters": ["ngram", {"name": "layer_skip", "num_layers": 2}],
+    },
+    {"name": "mixed", "drafters": ["suffix", {"name": "layer_skip", "num_layers": 2}]},
+]
+
+
+@pytest.mark.parametrize("scope", ["step", "none"])
+@pytest.mark.parametrize("drafter", OTHERS, ids=["suffix", "layers", "best", "host first"])
+def test_drafters_of_every_kind_follow_the_length(
+    target: LoadedTarget, drafter: Any, scope: str
+) -> None:
+    arrivals = draw_schedule(7)
+    expected = autoregressive(target, arrivals)
+    policy = RandomLengthConfig(seed=2, lengths=[0, 1, 3])
+    engine = make_engine(target, drafter, draft_length=policy, **SCOPES[scope])
+    result = run_schedule(engine, arrivals)
+    for request_id, output in result.outputs.items():
+        assert output.token_ids == expected[request_id][: len(output.token_ids)], request_id
+        assert output.finish_reason == "abort" or output.token_ids == expected[request_id]
+
+
 @pytest.mark.parametrize("scope", ["step", "none"])
 def test_greedy_text_is_that_of_plain_decoding(target: LoadedTarget, scope: str) -> None:
     prompts = random_prompts([9, 3, 20, 14])
