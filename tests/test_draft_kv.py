@@ -9,8 +9,8 @@ from torch import Tensor
 from runner import draft_inputs
 from specdec import LLM, SamplingParams
 from specdec.request import Request
+from specdec.testing.lengths import RandomLengthConfig
 from tests.models import SIZES, random_prompts, tiny_model, tiny_target
-from tests.toy_draft_length import RandomLengthConfig
 
 V = 17
 K = 3

@@ -9,10 +9,10 @@ from runner.cuda_graphs import GraphKey
 from runner.loader import LoadedTarget
 from specdec import LLM, Engine, SamplingParams
 from specdec.errors import ConfigError
+from specdec.testing.lengths import RandomLengthConfig
 from specdec.trace import StepTrace
 from tests.models import random_prompts, tiny_model, tiny_target
 from tests.schedules import Arrival, draw_schedule, run_schedule
-from tests.toy_draft_length import RandomLengthConfig
 
 K = 3
 SIZES: dict[str, Any] = {

@@ -10,10 +10,10 @@ from torch import Tensor
 from drafters.heads import chain
 from specdec import Engine, SamplingParams
 from specdec.request import Request
+from specdec.testing.lengths import RandomLengthConfig
 from tests.head_cases import CASES, HeadFiles
 from tests.models import random_prompts, tiny_model, tiny_target
 from tests.schedules import Arrival, draw_schedule, run_schedule
-from tests.toy_draft_length import RandomLengthConfig
 
 V, LAYERS, K = 17, 6, 3
 RELATIVE = 1e-3

@@ -108,7 +108,7 @@ def test_text_stays_while_the_draft_length_changes_between_replays(target: Loade
     plain = make_engine(target, "none", num_kv_blocks=400, graph_scope="none")
     expected = run_schedule(plain, whole).texts()
     policies: list[Any] = [
-        {"name": "tests.toy_draft_length:RandomLength", "lengths": [0, 1, 4]},
+        {"name": "specdec.testing.lengths:RandomLength", "lengths": [0, 1, 4]},
         {"name": "goodput", "choices": [0, 2, 4], "explore_steps": 1},
         {"name": "confidence", "threshold": 0.2},
     ]
