@@ -83,6 +83,19 @@ def test_what_is_written_is_read_again(name: str, model: Any, tmp_path: Path) ->
         assert again.layout == "EAGLE"
 
 
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3"])
+def test_the_targets_embedding_is_written_where_it_is_given(
+    name: str, model: Any, tmp_path: Path
+) -> None:
+    files = files_of(name, model, tmp_path)
+    head = load_head(files.path, files.case.method)
+    assert not head.spec.owns_embedding
+    save_head(str(tmp_path / "saved"), head, "target", embedding=files.embedding)
+    again = load_head(str(tmp_path / "saved"), files.case.method)
+    assert again.spec.owns_embedding
+    assert torch.equal(again.tensors["embed_tokens.weight"], files.embedding)
+
+
 def load_error(files: HeadFiles, **changes: Any) -> SpecdecError:
     """Return what loading says after keys of config.json were changed; None removes a key."""
     config = {**files.config(), **changes}

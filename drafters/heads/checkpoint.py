@@ -269,11 +269,12 @@ def save_head(
     target: str,
     num_speculative_tokens: int = 5,
     lm_head: Tensor | None = None,
+    embedding: Tensor | None = None,
 ) -> None:
     """Write a head in the layout that vLLM and speculators load.
 
     That is the layout of speculators for EAGLE-3, and that of the EAGLE repository for EAGLE, which
-    speculators does not have any more. An embedding that the head shares is not written.
+    speculators does not have any more.
 
     Args:
         folder: made where it is missing.
@@ -281,6 +282,8 @@ def save_head(
         target: name of the target, for readers that load it themselves.
         num_speculative_tokens: drafts a step that readers propose by default.
         lm_head: [V, hidden], the target's output head, where an EAGLE-3 head has none of its own.
+        embedding: [V, hidden], the target's, where the head has none of its own. vLLM does without;
+            speculators goes on with memory that was never written, so give it to train the head on.
 
     Raises:
         ConfigError: there is no output head to write: a reader would go on with random values.
@@ -300,6 +303,8 @@ def save_head(
             if lm_head is None:
                 raise ConfigError("this head shares the target's output head; give it as lm_head")
             tensors["lm_head.weight"] = lm_head
+    if embedding is not None and not spec.owns_embedding:
+        tensors["embed_tokens.weight"] = embedding
     renamed = {name.replace("layer.", "layers.0.", 1): t for name, t in tensors.items()}
     write_head(folder, config, renamed)
 
