@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import DrafterConfig
+from runner.confidence import store_confidence
 from runner.rows import scatter_rows
 from sampler.top_k_top_p import apply_top_k_top_p
 from specdec.errors import ConfigError
@@ -116,8 +117,8 @@ class DraftSampler:
         else:
             drafts = logits.argmax(1)
         if self._buffers.draft_confidence is not None:
-            chosen = logits.float().log_softmax(1).gather(1, drafts[:, None])[:, 0].exp()
-            scatter_rows(self._buffers.draft_confidence[:, index], ctx.idx_mapping, chosen)
+            table = self._buffers.draft_confidence
+            store_confidence(table, ctx.idx_mapping, index, logits, drafts)
         return drafts
 
     def _law(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:

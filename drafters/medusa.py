@@ -181,9 +181,15 @@ def load_medusa(path: str, hidden_size: int, vocab_size: int) -> nn.ModuleList:
         )
     if shared is not None:
         check_shape(path, _SHARED_PROJECTION, shared, (vocab_size, hidden_size), "vocabulary, size")
-    return nn.ModuleList(
-        _build_head(path, i, states[i], shared, (hidden_size, vocab_size)) for i in sorted(states)
-    )
+    sizes = hidden_size, vocab_size
+    heads = [_build_head(path, i, states[i], sizes) for i in sorted(states)]
+    if shared is not None:
+        # One module for all heads: a projection takes more memory than everything else of a head.
+        projection = nn.Linear(hidden_size, vocab_size, bias=False, dtype=shared.dtype)
+        projection.load_state_dict({"weight": shared}, assign=True)
+        for head in heads:
+            head.projection = head.projection or projection
+    return nn.ModuleList(heads)
 
 
 def _place_of(
@@ -204,13 +210,11 @@ def _place_of(
 
 
 def _build_head(
-    path: str, index: int, state: dict[str, Tensor], shared: Tensor | None, sizes: tuple[int, int]
+    path: str, index: int, state: dict[str, Tensor], sizes: tuple[int, int]
 ) -> MedusaHead:
     """Build one head from its tensors; a block without a bias gets one of zeros."""
     hidden_size, vocab_size = sizes
     num_layers = sum(key.startswith("blocks.") and key.endswith(".weight") for key in state)
-    if shared is not None:
-        state.setdefault("projection.weight", shared)
     own = vocab_size if "projection.weight" in state else None
     for layer in range(num_layers):
         state.setdefault(f"blocks.{layer}.bias", torch.zeros(hidden_size))

@@ -80,12 +80,22 @@ class RecordDrafter(DrafterBase):
             aux_layers=tuple(config.aux_layers),
             graph_safe=False,
             splits_first_pass=True,
+            reads_token_table=False,
         )
         self._texts: dict[int, _Text] = {}
         self._num_written = 0
 
     def load(self, target: TargetView) -> None:
-        """Make the folder."""
+        """Make the folder.
+
+        Raises:
+            ConfigError: no drafts are asked for; then no drafter runs, and nothing is recorded.
+        """
+        if target.num_speculative_tokens == 0:
+            raise ConfigError(
+                "drafter record sees no step with num_speculative_tokens=0; give 1 or more (it "
+                "proposes nothing all the same)"
+            )
         Path(self.config.folder).mkdir(parents=True, exist_ok=True)
         atexit.register(self.flush)
 

@@ -424,9 +424,10 @@ class ModelRunner:
         self, plan: StepPlan, num_places: int | None, outcome: StepTensors, ctx: DraftContext
     ) -> None:
         """Propose after a first pass that ran eager, in a fixed shape where there is one."""
-        if not plan.samples_np.any():
-            return  # no place can use a draft
         wants, scope = self.drafter.capabilities, self.config.graph_scope
+        keeps_kv = wants.kv is not None and not wants.splits_first_pass
+        if not keeps_kv and not plan.samples_np.any():
+            return  # no place can use a draft, and no KV of the step's tokens is left to write
         fixed_shape = num_places is not None and wants.splits_first_pass
         if not wants.graph_safe:
             reason = "the drafter is not graph-safe"
