@@ -8,6 +8,7 @@ The heads know nothing of one another's drafts.
 Source: Cai et al. 2024 (Medusa), heads as a chain.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from drafters.base import DrafterBase
 from drafters.draft_sampling import DraftSampler, DraftSamplingConfig
 from runner.head_files import check_shape, read_head, write_head
 from specdec.errors import ConfigError, WeightsError
+from specdec.log import warn_once
 from specdec.protocols import (
     DraftBuffers,
     DraftContext,
@@ -30,6 +32,8 @@ from specdec.protocols import (
     TargetView,
 )
 from specdec.registry import register_drafter
+
+logger = logging.getLogger(__name__)
 
 # Tensor names, a prefix aside: the layout of the Medusa repository, whose projection is the module
 # behind the blocks, and that of vLLM.
@@ -97,6 +101,12 @@ class MedusaDrafter(DrafterBase):
         """
         self._target: Any = target.model
         self.heads = load_medusa(self.config.path, target.hidden_size, target.vocab_size)
+        if len(self.heads) < target.num_speculative_tokens:
+            warn_once(
+                logger,
+                f"drafter medusa has {len(self.heads)} heads, so that many drafts at most; give "
+                f"num_speculative_tokens={len(self.heads)}, or positions are verified for nothing",
+            )
         self.heads.to(target.device, target.dtype).requires_grad_(False)
         self._hidden_size, self._dtype = target.hidden_size, target.dtype
         self.sampler = DraftSampler(self.config, target.vocab_size)

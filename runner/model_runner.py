@@ -195,6 +195,14 @@ class ModelRunner:
         k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
+            if k > 0 and wants.max_context < config.max_model_len:
+                logger.warning(
+                    "drafter %s drafts for texts up to %d tokens; behind them, up to max_model_len="
+                    "%d, the target goes on alone",
+                    type(self.drafter).__name__,
+                    wants.max_context,
+                    config.max_model_len,
+                )
         self.draft_logits: Tensor | None = None
         if wants.offers_q and k > 0:
             shape = (config.max_num_reqs, k, self.target.vocab_size)

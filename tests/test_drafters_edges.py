@@ -1,6 +1,8 @@
 """Corners of the drafters: prompts in chunks, rows that change hands, and inputs that are wrong."""
 
+import gc
 import json
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from drafters.block_parallel import load_block_parallel
 from drafters.heads.checkpoint import load_head
 from drafters.medusa import load_medusa, save_medusa
 from drafters.mixed import MixedConfig, MixedDrafter
+from drafters.record import RecordConfig
 from specdec import LLM, SamplingParams
 from specdec.errors import ConfigError, WeightsError
 from specdec.protocols import DraftContext, DrafterCapabilities
@@ -155,3 +158,45 @@ def test_sizes_of_a_wrong_type_are_refused_in_one_sentence(
     with pytest.raises(WeightsError, match="does not describe a head") as caught:
         load_block_parallel(path, HIDDEN)
     assert "\n" not in str(caught.value)
+
+
+def test_recorded_texts_are_written_with_the_end_of_an_engine_whose_memory_is_free(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "texts"
+    target = tiny_target(tiny_model("llama"))
+    drafter = {"name": "record", "folder": str(folder)}
+    llm = LLM(target, drafter, "greedy", 1, max_model_len=64)
+    llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=5))
+    drafts = weakref.ref(llm.engine.runner.state.draft_tokens)
+    assert not list(folder.glob("*"))
+    del llm
+    gc.collect()
+    assert drafts() is None
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    with pytest.raises(ConfigError, match="is a file; give a folder"):
+        RecordConfig(folder=str(folder / "000000.safetensors"))
+
+
+def test_drafts_that_a_drafter_cannot_give_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", max_position_embeddings=32)
+    model.save_pretrained(tmp_path / "short")
+    save_medusa(tmp_path / "heads", random_medusa(2))
+    target = tiny_target(tiny_model("llama"))
+    said = {}
+    for drafter in (
+        {"name": "draft_model", "model": str(tmp_path / "short")},
+        {"name": "medusa", "path": str(tmp_path / "heads")},
+    ):
+        for k, length in ((2, 32), (3, 64)):
+            caplog.clear()
+            LLM(target, drafter, "greedy", k, max_model_len=length)
+            said[drafter["name"], k] = [
+                r.getMessage() for r in caplog.records if r.levelname == "WARNING"
+            ]
+    assert not said["draft_model", 2]
+    assert not said["medusa", 2]
+    assert "texts up to 32 tokens" in said["draft_model", 3][0]
+    assert "2 heads" in said["medusa", 3][0]
