@@ -50,7 +50,8 @@ class DrafterBase:
     def first_pass(self, ctx: DraftContext) -> None:
         """Run nothing over the step's own tokens.
 
-        It also runs in steps where no place samples, which `propose` does not.
+        It also runs in steps where no place samples, which `propose` does only for a drafter that
+        has KV of its own and does not split off this pass.
         """
 
     def propose(self, ctx: DraftContext) -> None:

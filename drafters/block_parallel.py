@@ -263,7 +263,7 @@ def load_block_parallel(path: str, hidden_size: int) -> BlockParallelHead:
         sizes = BlockParallelSizes(**config)
         with torch.device("meta"):
             head = BlockParallelHead(sizes)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # transformers checks sizes by errors of its own
         reason = " ".join(str(error).split())[:200]
         raise WeightsError(
             f"head {path!r}: its config.json does not describe a head ({reason}); known sizes: "

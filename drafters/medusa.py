@@ -8,6 +8,7 @@ The heads know nothing of one another's drafts.
 Source: Cai et al. 2024 (Medusa), heads as a chain.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from drafters.base import DrafterBase
 from drafters.draft_sampling import DraftSampler, DraftSamplingConfig
 from runner.head_files import check_shape, read_head, write_head
 from specdec.errors import ConfigError, WeightsError
+from specdec.log import warn_once
 from specdec.protocols import (
     DraftBuffers,
     DraftContext,
@@ -30,6 +32,8 @@ from specdec.protocols import (
     TargetView,
 )
 from specdec.registry import register_drafter
+
+logger = logging.getLogger(__name__)
 
 # Tensor names, a prefix aside: the layout of the Medusa repository, whose projection is the module
 # behind the blocks, and that of vLLM.
@@ -97,6 +101,12 @@ class MedusaDrafter(DrafterBase):
         """
         self._target: Any = target.model
         self.heads = load_medusa(self.config.path, target.hidden_size, target.vocab_size)
+        if len(self.heads) < target.num_speculative_tokens:
+            warn_once(
+                logger,
+                f"drafter medusa has {len(self.heads)} heads, so that many drafts at most; give "
+                f"num_speculative_tokens={len(self.heads)}, or positions are verified for nothing",
+            )
         self.heads.to(target.device, target.dtype).requires_grad_(False)
         self._hidden_size, self._dtype = target.hidden_size, target.dtype
         self.sampler = DraftSampler(self.config, target.vocab_size)
@@ -181,9 +191,15 @@ def load_medusa(path: str, hidden_size: int, vocab_size: int) -> nn.ModuleList:
         )
     if shared is not None:
         check_shape(path, _SHARED_PROJECTION, shared, (vocab_size, hidden_size), "vocabulary, size")
-    return nn.ModuleList(
-        _build_head(path, i, states[i], shared, (hidden_size, vocab_size)) for i in sorted(states)
-    )
+    sizes = hidden_size, vocab_size
+    heads = [_build_head(path, i, states[i], sizes) for i in sorted(states)]
+    if shared is not None:
+        # One module for all heads: a projection takes more memory than everything else of a head.
+        projection = nn.Linear(hidden_size, vocab_size, bias=False, dtype=shared.dtype)
+        projection.load_state_dict({"weight": shared}, assign=True)
+        for head in heads:
+            head.projection = head.projection or projection
+    return nn.ModuleList(heads)
 
 
 def _place_of(
@@ -204,13 +220,11 @@ def _place_of(
 
 
 def _build_head(
-    path: str, index: int, state: dict[str, Tensor], shared: Tensor | None, sizes: tuple[int, int]
+    path: str, index: int, state: dict[str, Tensor], sizes: tuple[int, int]
 ) -> MedusaHead:
     """Build one head from its tensors; a block without a bias gets one of zeros."""
     hidden_size, vocab_size = sizes
     num_layers = sum(key.startswith("blocks.") and key.endswith(".weight") for key in state)
-    if shared is not None:
-        state.setdefault("projection.weight", shared)
     own = vocab_size if "projection.weight" in state else None
     for layer in range(num_layers):
         state.setdefault(f"blocks.{layer}.bias", torch.zeros(hidden_size))

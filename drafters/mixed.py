@@ -77,11 +77,23 @@ class MixedConfig(DrafterConfig):
             where = f"drafter mixed: drafters[{index}]={entry.name!r}"
             if entry.cls is MixedDrafter or getattr(entry.cls, "never_drafts", False):
                 raise ConfigError(f"{where} is not allowed; give drafters that propose themselves")
-            if entry.cls.capabilities.on_cpu and (index > 0 or self.policy == "best"):
-                raise ConfigError(
-                    f"{where} runs on the host and wins wherever it proposes; put it in front, "
-                    f"alone of its kind, with policy='first'"
-                )
+            # A class may leave its capabilities to its instances.
+            _check_place(self, index, entry, getattr(entry.cls, "capabilities", None))
+
+
+def _check_place(
+    config: MixedConfig, index: int, entry: PluginEntry, wants: DrafterCapabilities | None
+) -> None:
+    """Check that a child on the host comes first, where its drafts win.
+
+    Raises:
+        ConfigError: it does not, or the drafts are chosen by another rule.
+    """
+    if wants is not None and wants.on_cpu and (index > 0 or config.policy == "best"):
+        raise ConfigError(
+            f"drafter mixed: drafters[{index}]={entry.name!r} runs on the host and wins wherever "
+            f"it proposes; put it in front, alone of its kind, with policy='first'"
+        )
 
 
 def children_of(config: MixedConfig) -> list[tuple[PluginEntry, Any]]:
@@ -113,8 +125,11 @@ class MixedDrafter(DrafterBase):
 
     def __init__(self, config: MixedConfig) -> None:
         super().__init__(config)
-        self.children: list[Drafter] = [entry.cls(own) for entry, own in children_of(config)]
-        self._names = [entry.name for entry, _ in children_of(config)]
+        found = children_of(config)
+        self.children: list[Drafter] = [entry.cls(own) for entry, own in found]
+        self._names = [entry.name for entry, _ in found]
+        for index, (entry, _) in enumerate(found):
+            _check_place(config, index, entry, self.children[index].capabilities)
         self.capabilities = self._union()
 
     @property
@@ -202,10 +217,11 @@ class MixedDrafter(DrafterBase):
 
     def add_request(self, req_state_idx: int) -> None:
         """Forget what the earlier owner accepted."""
-        self.chosen[req_state_idx] = -1
-        self.num_chosen[req_state_idx] = 0
-        self._accepted[req_state_idx] = float(self.buffers.num_speculative_tokens)
-        self._turns[req_state_idx] = 0
+        # Filled, not assigned: an assignment to one cell is a copy from the host that waits.
+        self.chosen[req_state_idx].fill_(-1)
+        self.num_chosen[req_state_idx].fill_(0)
+        self._accepted[req_state_idx].fill_(self.buffers.num_speculative_tokens)
+        self._turns[req_state_idx].fill_(0)
         for child in self.children:
             child.add_request(req_state_idx)
 

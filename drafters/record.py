@@ -8,11 +8,12 @@ come out of its steps (chunks of a prompt, verifications), and written as one sa
     aux_hidden_states   [n, A * hidden], where layers are asked for
 
 Position i of the states belongs to token i. The file is written when the row gets another owner,
-and by `flush`, which also runs when the process ends. A request that was preempted leaves one file
-for each time that it ran.
+and by `flush`, which also runs when the drafter or the process ends. A request that was preempted
+leaves one file for each time that it ran. A file may hold some tokens behind an end token or a stop
+string: steps in flight run on, and drafts may be accepted behind it.
 """
 
-import atexit
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +43,10 @@ class RecordConfig(DrafterConfig):
         """Check the folder."""
         if not self.folder:
             raise ConfigError("drafter record needs folder=<where the files go>, got none")
+        if Path(self.folder).exists() and not Path(self.folder).is_dir():
+            raise ConfigError(
+                f"drafter record: {self.folder!r} is a file; give a folder, which is made if needed"
+            )
         if any(Path(self.folder).glob("*.safetensors")):
             raise ConfigError(
                 f"drafter record: folder {self.folder!r} holds recorded texts already; give another"
@@ -66,6 +71,33 @@ class _Text:
         return whole
 
 
+class _Recording:
+    """What was recorded and not written; it knows nothing of an engine, and may outlive it.
+
+    Args:
+        config: of the drafter.
+    """
+
+    def __init__(self, config: RecordConfig) -> None:
+        self.texts: dict[int, _Text] = {}  # by row
+        self._config, self._num_written = config, 0
+
+    def write(self, row: int) -> None:
+        """Write what was recorded of a row's owner."""
+        text = self.texts.pop(row, None)
+        if text is None:
+            return
+        path = Path(self._config.folder, f"{self._num_written:06d}.safetensors")
+        layers = " ".join(map(str, self._config.aux_layers))
+        save_file(text.tensors(), path, metadata={"aux_layers": layers})
+        self._num_written += 1
+
+    def flush(self) -> None:
+        """Write what was recorded of every row."""
+        for row in list(self.texts):
+            self.write(row)
+
+
 @register_drafter("record", RecordConfig)
 class RecordDrafter(DrafterBase):
     """Writes the target's hidden states by request."""
@@ -80,18 +112,28 @@ class RecordDrafter(DrafterBase):
             aux_layers=tuple(config.aux_layers),
             graph_safe=False,
             splits_first_pass=True,
+            reads_token_table=False,
         )
-        self._texts: dict[int, _Text] = {}
-        self._num_written = 0
+        self._recording = _Recording(config)
+        # At exit at the latest: a reference from there would keep the engine's memory until then.
+        weakref.finalize(self, self._recording.flush)
 
     def load(self, target: TargetView) -> None:
-        """Make the folder."""
+        """Make the folder.
+
+        Raises:
+            ConfigError: no drafts are asked for; then no drafter runs, and nothing is recorded.
+        """
+        if target.num_speculative_tokens == 0:
+            raise ConfigError(
+                "drafter record sees no step with num_speculative_tokens=0; give 1 or more (it "
+                "proposes nothing all the same)"
+            )
         Path(self.config.folder).mkdir(parents=True, exist_ok=True)
-        atexit.register(self.flush)
 
     def add_request(self, req_state_idx: int) -> None:
         """Write what was recorded of the row's last owner."""
-        self._write(req_state_idx)
+        self._recording.write(req_state_idx)
 
     def first_pass(self, ctx: DraftContext) -> None:
         """Keep the states of the step's tokens."""
@@ -105,7 +147,7 @@ class RecordDrafter(DrafterBase):
         for row, start, length in zip(rows, starts, lens, strict=False):
             if row < 0 or length == 0:
                 continue
-            text = self._texts.setdefault(row, _Text())
+            text = self._recording.texts.setdefault(row, _Text())
             parts = {name: part[start : start + length].clone() for name, part in host.items()}
             text.chunks.append((int(first[start]), parts))
             text.num_valid = num_valid[row]
@@ -115,19 +157,9 @@ class RecordDrafter(DrafterBase):
 
     def flush(self) -> None:
         """Write what was recorded of every row."""
-        for row in list(self._texts):
-            self._write(row)
+        self._recording.flush()
 
     def state_bytes(self) -> int:
         """Return the bytes that are recorded and not written."""
-        texts = self._texts.values()
+        texts = self._recording.texts.values()
         return sum(part.nbytes for t in texts for _, ps in t.chunks for part in ps.values())
-
-    def _write(self, row: int) -> None:
-        text = self._texts.pop(row, None)
-        if text is None:
-            return
-        path = Path(self.config.folder, f"{self._num_written:06d}.safetensors")
-        layers = " ".join(map(str, self.config.aux_layers))
-        save_file(text.tensors(), path, metadata={"aux_layers": layers})
-        self._num_written += 1

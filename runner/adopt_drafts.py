@@ -5,7 +5,7 @@ host has nothing. What was adopted is taken out of the table: it holds for one s
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -39,7 +39,8 @@ def _adopt_drafts_kernel(
     inside = j < num_columns
     pointers = host_drafts_ptr + row * host_drafts_stride + j
     drafts = tl.load(pointers, mask=inside, other=-1)
-    first = tl.load(host_drafts_ptr + row * host_drafts_stride)
+    # By a sum and no second load: a warp that comes late would read what another has cleared.
+    first = tl.sum(tl.where(j == 0, drafts, 0), axis=0)
     adopts = ((first >= 0) & (tl.load(is_verify_ptr + place) > 0)).to(tl.int32)
     out = draft_tokens_ptr + row * draft_tokens_stride + j
     # A count and no flag: the interpreter does not take a scalar bool for a part of a mask.

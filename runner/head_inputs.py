@@ -36,7 +36,7 @@ _BLOCK_TOKENS = 256
 _BLOCK_PLACES = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _first_head_inputs_kernel(
     # the step, [R] int32, but query_start_loc [R + 1]
     idx_mapping_ptr,
@@ -135,7 +135,7 @@ def first_head_inputs(ctx: DraftContext, kv: PagedKVCache) -> DraftPass:
     return step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "index"])
 def _next_head_inputs_kernel(
     idx_mapping_ptr,  # [R] int32
     # state, by row

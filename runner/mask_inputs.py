@@ -26,7 +26,7 @@ from specdec.protocols import DraftContext
 _BLOCK_TOKENS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _mask_inputs_kernel(
     idx_mapping_ptr,  # [R] int32
     # state, by row

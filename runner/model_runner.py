@@ -195,6 +195,14 @@ class ModelRunner:
         k = config.num_speculative_tokens
         if wants.max_context is not None:
             self.state.draft_context = min(wants.max_context, config.max_model_len)
+            if k > 0 and wants.max_context < config.max_model_len:
+                logger.warning(
+                    "drafter %s drafts for texts up to %d tokens; behind them, up to max_model_len="
+                    "%d, the target goes on alone",
+                    type(self.drafter).__name__,
+                    wants.max_context,
+                    config.max_model_len,
+                )
         self.draft_logits: Tensor | None = None
         if wants.offers_q and k > 0:
             shape = (config.max_num_reqs, k, self.target.vocab_size)
@@ -424,9 +432,10 @@ class ModelRunner:
         self, plan: StepPlan, num_places: int | None, outcome: StepTensors, ctx: DraftContext
     ) -> None:
         """Propose after a first pass that ran eager, in a fixed shape where there is one."""
-        if not plan.samples_np.any():
-            return  # no place can use a draft
         wants, scope = self.drafter.capabilities, self.config.graph_scope
+        keeps_kv = wants.kv is not None and not wants.splits_first_pass
+        if not keeps_kv and not plan.samples_np.any():
+            return  # no place can use a draft, and no KV of the step's tokens is left to write
         fixed_shape = num_places is not None and wants.splits_first_pass
         if not wants.graph_safe:
             reason = "the drafter is not graph-safe"

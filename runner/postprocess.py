@@ -161,7 +161,7 @@ def post_update_ref(
     num_rejected[real] = rejected
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_drafts"])
 def _limit_drafts_kernel(
     idx_mapping_ptr,  # [R] int32
     draft_tokens_ptr,  # [N, K] int64, in/out

@@ -15,7 +15,7 @@ from tests.poison import fill_poison
 pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]
 
 # places, padding places, spare rows, children, K
-SIZES = [(1, 0, 0, 1, 1), (5, 2, 3, 2, 4), (7, 1, 2, 3, 5), (33, 7, 9, 4, 8)]
+SIZES = [(1, 0, 0, 1, 1), (5, 2, 3, 2, 4), (7, 1, 2, 3, 5), (33, 7, 9, 4, 8), (9, 3, 2, 2, 70)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=str)
 
 

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from drafters.heads.modules import LAYER_FAMILIES, HeadSpec, make_head
 from runner.head_files import read_head, write_head
 from runner.models.hf import refuse_unsound
-from specdec.errors import ConfigError, UnsupportedError, WeightsError
+from specdec.errors import ConfigError, SpecdecError, UnsupportedError, WeightsError
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,18 @@ def load_head(path: str, method: str) -> HeadCheckpoint:
                 f"head {path!r}: {flag}={config[flag]!r} of its config is not supported; give a "
                 f"head without it"
             )
-    spec = _make_spec(path, found, config, tensors)
     maps = {name: tensors.pop(name) for name in _MAPS if name in tensors}
-    _check_tensors(path, layout, spec, tensors)
+    try:
+        spec = _make_spec(path, found, config, tensors)
+        _check_tensors(path, layout, spec, tensors)
+    except SpecdecError:
+        raise
+    except Exception as error:  # of transformers, or of building what the config describes
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise WeightsError(
+            f"head {path!r}: its config.json does not describe a head ({reason}); copy it again "
+            f"from its source"
+        ) from error
     target_ids = _target_ids(path, spec, maps)
     return HeadCheckpoint(spec, tensors, target_ids, layout)
 
@@ -184,12 +193,8 @@ def _layer_config(path: str, values: Mapping[str, Any]) -> Any:
     num_layers = values.get("num_hidden_layers", 1)
     if num_layers != 1:
         raise UnsupportedError(f"head {path!r} has {num_layers} layers; heads of one are supported")
-    try:
-        kept = {name: value for name, value in values.items() if name not in _NO_LAYER_KEYS}
-        config = AutoConfig.for_model(kind, **kept)
-    except (ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise WeightsError(f"head {path!r}: its config cannot be read: {reason}") from error
+    kept = {name: value for name, value in values.items() if name not in _NO_LAYER_KEYS}
+    config = AutoConfig.for_model(kind, **kept)
     refuse_unsound(config)
     return config
 
