@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments.bench_drafters import DRAFTERS, bench_drafters
 from experiments.device_trace import DeviceTrace, read_trace
 from experiments.provenance import collect_provenance, shown_command
 from runner.buffers import StagedTables
@@ -58,7 +59,6 @@ TARGET_SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": None,
 }
-_DRAFTERS = ("none", "ngram", "draft_model")
 _SCOPES = ("step", "draft", "none")
 _WARM_STEPS = 20
 _GRAPH_BLOCKS, _GRAPH_LAUNCHES = 3, 30  # of a step's graph alone
@@ -72,7 +72,7 @@ class StepBenchConfig:
     Args:
         device: a CUDA device; there is nothing to launch on a CPU.
         dtype: of the models.
-        drafters: of them: none, ngram, draft_model.
+        drafters: names of `experiments.bench_drafters`.
         scopes: graph scopes.
         num_reqs: batch sizes.
         num_speculative_tokens: K.
@@ -106,7 +106,7 @@ class StepBenchConfig:
             )
         if min(self.num_reqs, default=1) < 1:
             raise ConfigError(f"bench.num_reqs={self.num_reqs} is not allowed; give integers >= 1")
-        for name, allowed in (("drafters", _DRAFTERS), ("scopes", _SCOPES)):
+        for name, allowed in (("drafters", DRAFTERS), ("scopes", _SCOPES)):
             for value in getattr(self, name):
                 if value not in allowed:
                     raise ConfigError(
@@ -306,11 +306,11 @@ def bench_steps(
         for num_reqs in config.num_reqs
     ]
     with tempfile.TemporaryDirectory() as folder:
-        random_model(config.draft_layers, dtype, device).save_pretrained(folder)
-        drafters: dict[str, Any] = {"draft_model": {"name": "draft_model", "model": folder}}
+        k, small = config.num_speculative_tokens, random_model(config.draft_layers, dtype, device)
+        drafters = bench_drafters(target.model, Path(folder), k, small.save_pretrained)
         for measure in (_measure, _profile):
             for line in lines:
-                drafter = drafters.get(line["drafter"], line["drafter"])
+                drafter = drafters[line["drafter"]]
                 with _running(config, target, drafter, line["scope"], line["num_reqs"]) as engine:
                     line |= measure(engine, config)
     return lines

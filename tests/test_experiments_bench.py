@@ -16,6 +16,7 @@ from rich.console import Console
 
 from experiments import bench, bench_attention, bench_generate, bench_sampler, bench_step
 from experiments.bench import BENCHES, Bench, bench_questions, load_bench, plain, register_benches
+from experiments.bench_drafters import DRAFTERS, bench_drafters
 from experiments.bench_generate import GenerateBenchConfig, summarise_generate_bench
 from experiments.bench_step import StepBenchConfig
 from experiments.bench_tables import (
@@ -28,6 +29,7 @@ from experiments.cli import CONF_DIR, VERSION_BASE
 from experiments.provenance import shown_command, shown_path
 from runner.loader import LoadedTarget
 from runner.models.hf import HFModel
+from specdec import LLM, SamplingParams
 from specdec.errors import CapacityError, ConfigError
 from tests.models import byte_tokenizer, tiny_model, tiny_target
 
@@ -440,3 +442,15 @@ def test_the_host_bench_runs_here(
     assert written["lines"]
     assert all(line["step_us"] > 0 for line in written["lines"])
     assert "step us" in capsys.readouterr().out
+
+
+def test_drafters_of_the_step_bench_fit_its_target(tmp_path: Path) -> None:
+    target = tiny_target(tiny_model("llama", num_hidden_layers=6))
+    small = tiny_model("llama", seed=1)
+    drafters = bench_drafters(target.model, tmp_path, 3, small.save_pretrained)
+    assert tuple(drafters) == DRAFTERS
+    for name, drafter in drafters.items():
+        llm = LLM(target, drafter, num_speculative_tokens=3, max_model_len=32, num_kv_blocks=8)
+        params = SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True)
+        stats = llm.generate([[3, 1, 4, 1, 5]], params)[0].stats
+        assert (stats.num_drafted > 0) == (name not in ("none", "suffix", "ngram")), name

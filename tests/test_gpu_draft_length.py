@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 ITSELF = {"name": "draft_model", "model": "target"}
 SAMPLING = {**ITSELF, "sampling": "gumbel"}
 BEST = {"name": "mixed", "policy": "best", "explore_every": 3}
-CHANGING = {"name": "tests.toy_draft_length:RandomLength", "lengths": [0, 1, 4]}
+CHANGING = {"name": "specdec.testing.lengths:RandomLength", "lengths": [0, 1, 4]}
 
 
 @pytest.fixture(scope="module")
