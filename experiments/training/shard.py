@@ -53,7 +53,7 @@ class WritingConfig:
 
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])
     temperature_shares: list[float] = field(default_factory=lambda: [0.6, 0.1, 0.1, 0.2])
-    question_temperature: float = 1.0
+    question_temperature: float = 0.8
     passage_temperature: float = 0.7
     max_question_tokens: int = 192
     max_passage_tokens: int = 512
@@ -133,7 +133,7 @@ class ChatFormat:
 
 def counts_of(shares: Mapping[str, float], total: int) -> dict[str, int]:
     """Return how many families of each kind about `total` texts are made of."""
-    whole = sum(shares.values())
+    whole = sum(shares.values()) or 1.0
     return {
         kind: round(total * shares.get(kind, 0.0) / whole / _size_of(kind)) for kind in FAMILIES
     }
