@@ -59,26 +59,35 @@ def test_loops_repeat_themselves_and_other_texts_do_not() -> None:
 
 def test_copies_are_found_and_others_are_not() -> None:
     seen, answer = SeenTexts(0.5), noise(120, 0)
-    seen.add(answer_to(noise(10, 1), answer))
+    assert seen.add_new(answer_to(noise(10, 1), answer))
     changed = answer.copy()
     changed[40] = 7
-    assert seen.is_copy(answer_to(noise(12, 2), answer))
-    assert seen.is_copy(answer_to(noise(12, 2), changed))
-    assert not seen.is_copy(answer_to(noise(12, 2), text(answer[:20], noise(100, 3))))
-    assert not seen.is_copy(answer_to(noise(12, 2), noise(120, 4)))
+    assert not seen.add_new(answer_to(noise(12, 2), answer))
+    assert not seen.add_new(answer_to(noise(12, 2), changed))
+    assert not seen.has_prompt(noise(12, 2))  # what is refused is not remembered
+    assert seen.add_new(answer_to(noise(12, 3), text(answer[:20], noise(100, 3))))
+    assert seen.add_new(answer_to(noise(12, 4), noise(120, 4)))
+
+
+def test_what_an_earlier_run_kept_is_known() -> None:
+    seen, kept = SeenTexts(0.5), [answer_to(noise(10, i), noise(120, 50 + i)) for i in range(3)]
+    seen.add_all(kept)
+    for i in range(3):
+        assert not seen.add_new(answer_to(noise(12, 9), noise(120, 50 + i)))
+        assert seen.has_prompt(noise(10, i))
 
 
 def test_what_is_copied_from_the_own_prompt_makes_no_copy() -> None:
     seen, passage = SeenTexts(0.5), noise(120, 0)
-    seen.add(answer_to(noise(10, 1), passage))
-    assert not seen.is_copy(answer_to(text(noise(5, 2), passage), passage))
+    assert seen.add_new(answer_to(noise(10, 1), passage))
+    assert seen.add_new(answer_to(text(noise(5, 2), passage), passage))
 
 
 def test_prompts_are_known_whole() -> None:
     seen = SeenTexts(0.5)
-    seen.add(answer_to(noise(10, 1), noise(30, 0)))
+    assert seen.add_new(answer_to(noise(10, 1), noise(30, 0)))
     assert seen.has_prompt(noise(10, 1))
-    assert not seen.has_prompt(noise(11, 1)[:9])
+    assert not seen.has_prompt(noise(10, 1)[:9])
 
 
 def test_the_split_of_a_text_is_that_of_its_words() -> None:

@@ -151,6 +151,8 @@ class DataConfig:
         values = dataclasses.asdict(self)
         for name in ("device", "num_shards", "max_seconds", "overlap_files"):
             del values[name]
+        values["target"] = shown_path(self.target)
+        values["dtype"] = str(resolve_dtype(self.dtype, resolve_device(self.device)))
         text = json.dumps([values, seeds.digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
