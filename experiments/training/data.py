@@ -37,9 +37,10 @@ from experiments.training.dataset import (
 from experiments.training.filters import SeenTexts, share_of
 from experiments.training.overlap import overlap_report
 from experiments.training.player import Player
-from experiments.training.seeds import SeedPrompts
+from experiments.training.seeds import PASSAGE_KIND, TASK_KINDS, SeedPrompts
 from experiments.training.shard import (
     FAMILIES,
+    FREE_KIND,
     SOURCES,
     ChatFormat,
     ShardWriter,
@@ -208,6 +209,10 @@ def _begin_meta(config: DataConfig, run: StageRun, seeds: SeedPrompts) -> dict[s
         ConfigError: it holds shards of other options.
     """
     fingerprint = config.fingerprint(seeds)
+    shown = dataclasses.asdict(config) | {
+        "target": shown_path(config.target),
+        "overlap_files": [Path(name).name for name in config.overlap_files],
+    }
     if (run.folder / META_NAME).exists():
         meta = read_meta(run.folder)
         if meta.get("fingerprint") != fingerprint:
@@ -215,18 +220,14 @@ def _begin_meta(config: DataConfig, run: StageRun, seeds: SeedPrompts) -> dict[s
                 f"{run.folder} holds a dataset of other options; give another folder, or the "
                 f"options of its {META_NAME}"
             )
-        return meta
+        return meta | {"config": shown}
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     return {
         "sources": list(SOURCES),
         "fingerprint": fingerprint,
         "seeds": seeds.digest,
-        "config": dataclasses.asdict(config)
-        | {
-            "target": shown_path(config.target),
-            "overlap_files": [Path(name).name for name in config.overlap_files],
-        },
+        "config": shown,
         "provenance": collect_provenance(run.command, config.seed, device, dtype),
         "counts": {},
         "shards": [],
@@ -260,7 +261,9 @@ def _write_shards(
             break
         writer = ShardWriter(config.writing, chat, seeds, seen, config.max_model_len)
         writer.begin(player, config.seed, shard, counts)
-        record = _play(player, shard, config.num_shards)
+        # A question is answered, and passages are worked on.
+        num_texts = player.num_queued + counts[FREE_KIND] + len(TASK_KINDS) * counts[PASSAGE_KIND]
+        record = _play(player, f"shard {shard + 1}/{config.num_shards}", num_texts)
         record |= _write(run.folder, shard, config.valid_share, writer)
         meta["shards"].append(record)
         meta["counts"] = _sum_counts(meta["shards"])
@@ -296,15 +299,15 @@ def _make_engine(config: DataConfig, target: LoadedTarget) -> tuple[Engine, int]
     return engine, num_rows
 
 
-def _play(player: Player, shard: int, num_shards: int) -> dict[str, Any]:
-    """Write the queued texts; returns how many tokens and how fast."""
+def _play(player: Player, name: str, num_texts: int) -> dict[str, Any]:
+    """Write what is queued, and show it; returns how many tokens and how fast."""
     tokens_before, seconds_before = player.num_tokens, player.seconds
 
     def speed() -> float:
         seconds = player.seconds - seconds_before
         return (player.num_tokens - tokens_before) / seconds if seconds else 0.0
 
-    with progress(f"shard {shard + 1}/{num_shards}", total=player.num_queued) as bar:
+    with progress(name, total=num_texts) as bar:
         player.play(lambda: bar.advance(f"{speed():.0f} tokens/s"))
     return {
         "written_tokens": player.num_tokens - tokens_before,
