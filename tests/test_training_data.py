@@ -259,8 +259,14 @@ def test_loops_short_texts_and_copies_are_dropped() -> None:
     for i, (prompt, words) in enumerate(zip(prompts, answers, strict=True)):
         writer._keep((i, 0), prompt, words, 0.0, "maths", f"question {i}")
     writer._keep((5, 0), prompts[0], rng.integers(97, 123, 60).tolist(), 0.0, "maths", "again")
+    other = rng.integers(97, 123, 40).tolist()
+    writer._keep((6, 0), chat.prompts(["loop"])[0], other + other[:10] * 12, 0.0, "maths", "loop")
     kept = writer.finish()
-    assert [written.place[0] for written in kept] == [0, 4]
+    assert [written.place[0] for written in kept] == [0, 4, 6]
+    assert writer.cut == 1
+    looped = kept[-1].sequence.answer.tolist()
+    assert looped[:40] == other
+    assert len(looped) < 60
     assert writer.dropped == {"loop": 1, "short": 1, "copy": 1, "same prompt": 1}
 
 

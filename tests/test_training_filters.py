@@ -9,6 +9,7 @@ import pytest
 from experiments.training.dataset import TokenSequence
 from experiments.training.filters import (
     SeenTexts,
+    loop_start,
     ngram_hashes,
     plain_words,
     prompt_key,
@@ -55,6 +56,18 @@ def test_loops_repeat_themselves_and_other_texts_do_not() -> None:
     assert repeated_share(text(noise(40, 0), np.tile(noise(10, 1), 20))) > 0.5
     assert repeated_share(np.zeros(200, dtype=np.int32)) > 0.9
     assert repeated_share(np.zeros(5, dtype=np.int32)) == 0  # too short to tell
+
+
+def test_a_loop_begins_behind_what_is_new() -> None:
+    unlike, loop = noise(60, 0), noise(10, 1)
+    looped = text(unlike, np.tile(loop, 9))
+    # The first round of the loop, and the step back to its start, are new.
+    assert loop_start(looped) == 60 + 10 + 3
+    assert repeated_share(looped[: loop_start(looped)]) == 0
+    assert loop_start(unlike) == 60
+    assert loop_start(text(unlike, loop, loop)) == 80  # said twice, which is no loop
+    # It goes on behind a repetition that is no longer than a sentence.
+    assert loop_start(text(unlike, unlike[10:30], noise(40, 2))) == 120
 
 
 def test_copies_are_found_and_others_are_not() -> None:

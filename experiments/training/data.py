@@ -326,6 +326,7 @@ def _write(folder: Path, shard: int, valid_share: float, writer: ShardWriter) ->
     return {
         "splits": {split: _count([t.sequence for t in texts]) for split, texts in parts.items()},
         "dropped": dict(sorted(writer.dropped.items())),
+        "cut": writer.cut,
     }
 
 
@@ -355,14 +356,15 @@ def _sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             total = sum((Counter(part[name]) for part in parts), Counter())
             sums[split][name] = dict(sorted(total.items()))
     dropped = sum((Counter(shard["dropped"]) for shard in shards), Counter())
-    return {**sums, "dropped": dict(sorted(dropped.items()))}
+    cut = sum(shard["cut"] for shard in shards)
+    return {**sums, "dropped": dict(sorted(dropped.items())), "cut": cut}
 
 
 def _tell(record: Mapping[str, Any], run: StageRun, shard: int, num_shards: int) -> None:
     """Log a shard, and hand its figures to the tracker."""
     train, valid = record["splits"]["train"], record["splits"]["valid"]
     logger.info(
-        "shard %d/%d: %d + %d sequences, %d + %d tokens, %.0f tokens/s, dropped %s",
+        "shard %d/%d: %d + %d sequences, %d + %d tokens, %.0f tokens/s, %d loops cut, dropped %s",
         shard + 1,
         num_shards,
         train["sequences"],
@@ -370,6 +372,7 @@ def _tell(record: Mapping[str, Any], run: StageRun, shard: int, num_shards: int)
         train["tokens"],
         valid["tokens"],
         record["tokens_per_s"],
+        record["cut"],
         ", ".join(f"{n} {reason}" for reason, n in record["dropped"].items()) or "none",
     )
     run.log(

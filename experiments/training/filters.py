@@ -20,7 +20,7 @@ _LOOP_N = 4
 _COPY_N = 8
 _SKETCH_SIZE = 16
 # A shorter text says too little to be told from another one by its n-grams.
-_MIN_TOKENS = 24
+MIN_TOKENS = 24
 
 
 def ngram_hashes(token_ids: np.ndarray, n: int) -> np.ndarray:
@@ -39,10 +39,26 @@ def ngram_hashes(token_ids: np.ndarray, n: int) -> np.ndarray:
 
 def repeated_share(token_ids: np.ndarray) -> float:
     """Return which share of a text's 4-grams occurred in it before; 0 for a short text."""
-    if len(token_ids) < _MIN_TOKENS:
+    if len(token_ids) < MIN_TOKENS:
         return 0.0
     hashes = ngram_hashes(token_ids, _LOOP_N).tolist()
     return 1.0 - len(set(hashes)) / len(hashes)
+
+
+def loop_start(token_ids: np.ndarray) -> int:
+    """Return how many tokens come before a text repeats itself for good; all of them if never.
+
+    The text up to there is as good as any: a greedy answer of a small model often ends in a loop.
+    """
+    known: set[int] = set()
+    fresh = 0  # behind the last 4-gram that was new
+    for i, value in enumerate(ngram_hashes(token_ids, _LOOP_N).tolist()):
+        if value not in known:
+            known.add(value)
+            fresh = i + _LOOP_N
+        elif i + _LOOP_N - fresh > MIN_TOKENS:
+            return fresh
+    return len(token_ids)
 
 
 def prompt_key(token_ids: Sequence[int] | np.ndarray) -> int:
@@ -102,7 +118,7 @@ def _sketch(sequence: TokenSequence) -> list[int]:
 
     A drafter has to learn how a target copies from its prompt, so that makes no text a copy.
     """
-    if len(sequence.answer) < _MIN_TOKENS:
+    if len(sequence.answer) < MIN_TOKENS:
         return []
     own = set(ngram_hashes(sequence.token_ids[: sequence.num_prompt], _COPY_N).tolist())
     sketch: list[int] = []

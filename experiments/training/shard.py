@@ -12,13 +12,13 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from experiments.training.dataset import TokenSequence
-from experiments.training.filters import SeenTexts, repeated_share
+from experiments.training.filters import MIN_TOKENS, SeenTexts, loop_start, repeated_share
 from experiments.training.player import Player, Text
 from experiments.training.seeds import ALONE_KINDS, PASSAGE_KIND, TASK_KINDS, SeedPrompts
 from specdec.errors import ConfigError
@@ -45,8 +45,8 @@ class WritingConfig:
         max_passage_tokens: of a passage.
         max_answer_tokens: of an answer.
         min_answer_tokens: shorter answers are dropped.
-        max_repeated_share: answers are dropped where more than this share of their 4-grams repeats
-            earlier ones.
+        max_repeated_share: answers are loops where more than this share of their 4-grams repeats
+            earlier ones; they are cut where the loop begins, or dropped where that leaves another.
         max_shared: answers are dropped where more than this share of a sketch of their 8-grams
             stands in earlier ones.
     """
@@ -180,6 +180,7 @@ class ShardWriter:
         self._config, self._chat, self._seeds, self._seen = config, chat, seeds, seen
         self._max_len = max_len
         self.dropped: Counter[str] = Counter()
+        self.cut = 0  # answers that are kept up to where a loop begins
         self._written: list[Written] = []
         shares = np.cumsum(config.temperature_shares)
         self._bounds = (shares / shares[-1]).tolist()
@@ -219,12 +220,25 @@ class ShardWriter:
         """Return the shard's texts in their order, without loops and copies."""
         kept = []
         for written in sorted(self._written, key=lambda written: written.place):
+            written = self._without_loop(written)
             reason = self._why_not(written.sequence)
             if reason is None:
                 kept.append(written)
             else:
                 self.dropped[reason] += 1
         return kept
+
+    def _without_loop(self, written: Written) -> Written:
+        """Return a text that would be dropped as a loop up to where that begins."""
+        sequence = written.sequence
+        if self._quality(sequence.answer) != "loop":
+            return written
+        start = loop_start(sequence.answer)
+        if start < MIN_TOKENS:
+            return written
+        self.cut += start < len(sequence.answer)
+        token_ids = sequence.token_ids[: sequence.num_prompt + start]
+        return replace(written, sequence=replace(sequence, token_ids=token_ids))
 
     def _why_not(self, sequence: TokenSequence) -> str | None:
         """Return why a text is dropped; None where it is not, and from now on known."""
