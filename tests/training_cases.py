@@ -7,20 +7,25 @@ from typing import Any
 import numpy as np
 
 from experiments.training.dataset import TokenSequence, shard_name, write_meta, write_shard
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.models import byte_tokenizer, tiny_model
 
-# A target of the usual scale and enough layers for three different features.
-TARGET: dict[str, Any] = {"scale": 1.5, "num_hidden_layers": 6}
+NUM_USED = 97  # tokens that the texts are written in
+VOCAB_SIZE = 258  # of the target: those of its tokenizer
+# Enough layers for three different features.
+TARGET: dict[str, Any] = {"scale": 1.5, "num_hidden_layers": 6, "vocab_size": VOCAB_SIZE}
 
 
-def save_target(folder: Path, **changes: Any) -> Any:
-    """Save a tiny target with a tokenizer's worth of nothing, and return it."""
-    model = tiny_model("llama", **{**TARGET, **changes})
+def save_target(folder: Path) -> str:
+    """Save a tiny target with its tokenizer, and return the folder."""
+    model = tiny_model("llama", **TARGET)
+    # Laws with a few likely tokens: there is nothing to learn from flat ones.
+    model.get_output_embeddings().weight.data.mul_(8)
     model.save_pretrained(folder)
-    return model
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
-def random_sequences(num: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[TokenSequence]:
+def random_sequences(num: int, seed: int = 0, vocab_size: int = NUM_USED) -> list[TokenSequence]:
     """Return sequences in which the next token follows from the last by a rule, mostly."""
     rng = np.random.default_rng(seed)
     sequences = []

@@ -116,7 +116,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     Raises:
         WeightsError: the checkpoint is damaged, or one of another drafter.
     """
-    weights, _ = read_weights(path)
+    weights: Any = read_weights(path)[0]
     moments: dict[str, Any] = {}
     for name, tensor in _read(path / _OPTIMIZER).items():
         parameter, _, key = name.rpartition("/")

@@ -1,5 +1,6 @@
 """Options of the stages `fit` and `eval`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runner.weights import EMBEDDED_NAME
@@ -141,7 +142,7 @@ class FitConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         positive = ("unroll", "num_layers", "max_seq_len", "batch_tokens", "accumulate")
-        lowest = dict.fromkeys((*positive, "chunk_rows", "log_every", "keep_checkpoints"), 1)
+        lowest: dict[str, int] = dict.fromkeys((*positive, "chunk_rows", "log_every", "keep_checkpoints"), 1)
         budgets = ("max_steps", "max_tokens", "max_seconds", "max_epochs")
         lowest |= dict.fromkeys((*budgets, "save_every", "eval_every", "draft_vocab_size"), 0)
         _check_at_least("fit", self, lowest)
@@ -161,7 +162,7 @@ class FitConfig:
                 )
 
 
-def _check_at_least(what: str, config: object, lowest: dict[str, int]) -> None:
+def _check_at_least(what: str, config: object, lowest: Mapping[str, int]) -> None:
     """Refuse numbers that are too small."""
     for name, least in lowest.items():
         value = getattr(config, name)

@@ -38,7 +38,8 @@ class PaddedBatch:
     @property
     def positions(self) -> Tensor:
         """Return [T] int64."""
-        return flat_positions(*self.token_ids.shape, self.token_ids.device)
+        num_sequences, length = self.token_ids.shape
+        return flat_positions(num_sequences, length, self.token_ids.device)
 
     def behind(self, distance: int) -> Tensor:
         """Return [T] int64: the token so many places behind each line, 0 past the end."""

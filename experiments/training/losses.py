@@ -140,7 +140,7 @@ class PassFigures(NamedTuple):
     loss: Tensor  # mean over positions
     accepted: Tensor  # mean of sum(min(p, q)): acceptance of a draft drawn from q
     agreed: Tensor  # share of positions where draft and target have the same argmax
-    count: Tensor  # positions
+    num_positions: Tensor
 
 
 def fused_loss(
