@@ -338,7 +338,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is no dataset: {META_NAME} cannot be read ({error}); run the stage data first"
+            f"{folder} is no dataset: {META_NAME} cannot be read ({error}); run the stage data"
         ) from error
     return meta
 
