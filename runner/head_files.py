@@ -63,7 +63,9 @@ def write_head(
     files = _spread(own, max_file_bytes)
     for i, part in enumerate(files, 1):
         name = "model" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}"
-        save_file(part, folder / f"{name}.safetensors")
+        file = folder / f"{name}.safetensors"
+        save_file(part, file)
+        file.chmod(0o644)  # the writer makes it private
     text = json.dumps(dict(config), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -15,7 +15,8 @@ class EvalConfig:
         target: "smollm2-135m-instruct" (embedded), a hub id, or a local folder.
         dtype: of the target; "auto" is bf16 where the device is fast at it, else fp32.
         device: "auto", "cpu", "cuda" or "cuda:<index>".
-        drafters: what is measured in the stage `eval`: names, or mappings with a key "name".
+        fitted: folder of a run of the stage `fit`, whose drafter is measured; "" = none.
+        drafters: what else is measured: names, or mappings with a key "name".
         files: question files, whose first turns are asked; empty takes prompts of `data`.
         data: dataset folder, whose split "valid" gives prompts.
         num_speculative_tokens: values of K.
@@ -33,6 +34,7 @@ class EvalConfig:
     target: str = EMBEDDED_NAME
     dtype: str = "auto"
     device: str = "auto"
+    fitted: str = ""
     drafters: list[object] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     data: str = ""
@@ -74,7 +76,7 @@ class FitConfig:
         target: "smollm2-135m-instruct" (embedded), a hub id, or a local folder.
         dtype: of the target; "auto" is bf16 on a GPU and fp32 on a CPU. What is trained is kept in
             fp32, and on a GPU computed in bf16.
-        device: "auto", "cpu", "cuda" or "cuda:<index>".
+        device: "auto", "cpu" or "cuda"; each process has a GPU of its own.
         data: dataset folder of the stage `data`.
         loss: "kl" (soft cross-entropy), "tv" (probability of a rejection) or "ce" (the text).
         unroll: passes of a head, which are the drafts that it is trained for.
@@ -97,6 +99,7 @@ class FitConfig:
         chunk_rows: positions whose logits are held at a time.
         log_every, save_every, eval_every: steps; 0 = never (but for the save at the end).
         keep_checkpoints: newest ones that stay.
+        save_dtype: of the drafter's files, "bfloat16" or "float32".
         resume: go on from the newest checkpoint in the folder of the run.
         seed: of the order of the data and of random weights.
         eval: of the measurement every `eval_every` steps; its target, device and dtype are those of
@@ -135,6 +138,7 @@ class FitConfig:
     save_every: int = 500
     eval_every: int = 0
     keep_checkpoints: int = 2
+    save_dtype: str = "bfloat16"
     resume: bool = True
     seed: int = 0
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -142,10 +146,20 @@ class FitConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         positive = ("unroll", "num_layers", "max_seq_len", "batch_tokens", "accumulate")
-        lowest: dict[str, int] = dict.fromkeys((*positive, "chunk_rows", "log_every", "keep_checkpoints"), 1)
+        positive += ("chunk_rows", "log_every", "keep_checkpoints")
+        lowest: dict[str, int] = dict.fromkeys(positive, 1)
         budgets = ("max_steps", "max_tokens", "max_seconds", "max_epochs")
         lowest |= dict.fromkeys((*budgets, "save_every", "eval_every", "draft_vocab_size"), 0)
         _check_at_least("fit", self, lowest)
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(
+                f"fit.device={self.device!r} is not allowed; give auto, cpu or cuda, and choose "
+                f"among GPUs by CUDA_VISIBLE_DEVICES"
+            )
+        if self.save_dtype not in ("bfloat16", "float32"):
+            raise ConfigError(
+                f"fit.save_dtype={self.save_dtype!r} is not allowed; give bfloat16 or float32"
+            )
         if not any(getattr(self, name) for name in budgets):
             raise ConfigError(f"fit has no end; give one of {', '.join(budgets)}")
         for name, low, high in (

@@ -71,9 +71,10 @@ class DraftModelTrainee(Trainee):
             folder, self.decoder.config, tensors, self.target_ids, self.vocab_size, MAX_FILE_BYTES
         )
 
-    def drafter(self, folder: Path) -> dict[str, Any]:
+    @classmethod
+    def drafter(cls, folder: Path) -> dict[str, Any]:
         """Return what selects the drafter with a saved folder."""
-        return {"name": self.method, "model": str(folder)}
+        return {"name": cls.method, "model": str(folder)}
 
 
 def _chosen_layers(wanted: list[int], num_layers: int) -> list[int]:

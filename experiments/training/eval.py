@@ -24,6 +24,7 @@ from experiments.provenance import collect_provenance
 from experiments.training.config import EvalConfig
 from experiments.training.dataset import TokenDataset
 from experiments.training.stage import StageRun, stage_main
+from experiments.training.trainee import method_class
 from runner.loader import LoadedTarget, load_target, resolve_device, resolve_dtype
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -211,14 +212,37 @@ def table_lines(
     return lines
 
 
+def chosen_drafters(config: EvalConfig) -> list[Any]:
+    """Return what is to be measured, the drafter that a run of `fit` left first.
+
+    Raises:
+        ConfigError: there is nothing, or no run of `fit` in its folder.
+    """
+    chosen: list[Any] = []
+    if config.fitted:
+        folder = Path(config.fitted)
+        try:
+            record = json.loads((folder / "fit.json").read_text(encoding="utf-8"))
+            method = record["config"]["method"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"eval.fitted={config.fitted!r} holds no run of the stage fit ({error}); run it "
+                f"first, or give drafters alone"
+            ) from error
+        chosen.append(method_class(method).drafter(folder / "drafter"))
+    chosen += config.drafters
+    if not chosen:
+        raise ConfigError("eval needs fitted=<folder of fit> or drafters=[<names>], got neither")
+    return chosen
+
+
 def run_eval(config: EvalConfig, run: StageRun) -> dict[str, Any]:
     """Measure every drafter of a configuration; writes `eval.json` and `eval.md`.
 
     Raises:
         ConfigError: there is no drafter or no prompt.
     """
-    if not config.drafters:
-        raise ConfigError("eval needs drafters=[<name, or mapping with a key name>], got none")
+    drafters = chosen_drafters(config)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     target = load_target(config.target, dtype, device)
@@ -231,7 +255,7 @@ def run_eval(config: EvalConfig, run: StageRun) -> dict[str, Any]:
     }
     run.folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
-    for drafter in config.drafters:
+    for drafter in drafters:
         name = drafter.get("name", "?") if isinstance(drafter, Mapping) else str(drafter)
         for k in config.num_speculative_tokens:
             found = measure(target, drafter, prompts, config, k)

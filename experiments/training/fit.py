@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
@@ -43,7 +44,7 @@ from experiments.training.losses import LossSpec, OutputHead, PassFigures, fused
 from experiments.training.stage import StageRun, stage_main
 from experiments.training.trainee import Trainee, method_class
 from experiments.training.vocabulary import choose_vocabulary
-from runner.loader import eos_token_ids
+from runner.loader import eos_token_ids, resolve_device, resolve_dtype
 from specdec.errors import ConfigError, WeightsError
 from specdec.log import progress as progress_bar
 
@@ -62,6 +63,8 @@ class Trainer:
 
     def __init__(self, config: FitConfig, run: StageRun) -> None:
         self.config, self.run = config, run
+        if config.device == "cuda":
+            resolve_device("cuda")  # says so where there is none
         on_cpu = config.device == "cpu" or not torch.cuda.is_available()
         self.accelerator = Accelerator(
             cpu=on_cpu,
@@ -71,7 +74,8 @@ class Trainer:
         self.device = self.accelerator.device
         max_len = min(config.max_seq_len, config.batch_tokens)
         self.dataset = TokenDataset(config.data, "train", max_len)
-        self.target = load_frozen(config.target, config.dtype, str(self.device))
+        where = "cpu" if on_cpu else str(self.device)
+        self.target = load_frozen(config.target, config.dtype, where)
         self.checkpoints = run.folder / "checkpoints"
         found = newest_checkpoint(self.checkpoints) if config.resume else None
         self.target_ids, self.coverage = self._vocabulary(found)
@@ -90,6 +94,7 @@ class Trainer:
         self.model: Any
         self.model, self.optimizer = self.accelerator.prepare(self.trainee, optimizer)
         self.progress = Progress()
+        self._num_batches = 0  # of the epoch, for each process
         self.curve = Curve(run, self.accelerator.is_main_process)
         if found is not None:
             self.progress = read_progress(found)
@@ -132,24 +137,25 @@ class Trainer:
 
     def _epoch(self) -> Iterator[TokenBatch]:
         """Give the batches of the epoch that are left, counting them."""
-        config, accelerator = self.config, self.accelerator
-        self._plan = self.dataset.plan(
-            config.batch_tokens,
-            config.seed,
-            self.progress.epoch,
-            padded=True,
-            rank=accelerator.process_index,
-            num_ranks=accelerator.num_processes,
-        )
-        if not self._plan:
+        config, rank, ranks = self.config, *self._place
+        plan = self.dataset.plan(config.batch_tokens, config.seed, self.progress.epoch, padded=True)
+        self._num_batches = len(plan) // ranks
+        if not self._num_batches:
             raise ConfigError(
-                f"fit.batch_tokens={config.batch_tokens} leaves no batch for each of "
-                f"{accelerator.num_processes} processes; give less"
+                f"fit.batch_tokens={config.batch_tokens} leaves {len(plan)} batches for {ranks} "
+                f"processes; give less"
             )
-        for batch in self.dataset.batches(self._plan, self.progress.batch):
-            self.progress.batch += 1
-            self.progress.num_tokens += len(batch.token_ids) * accelerator.num_processes
-            yield batch
+        for index in range(self.progress.batch, self._num_batches):
+            # Counted for all processes, so that they end together.
+            members = np.concatenate(plan[index * ranks : (index + 1) * ranks])
+            self.progress.batch = index + 1
+            self.progress.num_tokens += int(self.dataset.lengths[members].sum())
+            yield self.dataset.batch(plan[index * ranks + rank])
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Return which process this is, and how many there are."""
+        return self.accelerator.process_index, self.accelerator.num_processes
 
     def _learn(self, batch: TokenBatch) -> tuple[Tensor, PassFigures]:
         """Learn from one batch; returns its loss and what is known of each pass, on the device."""
@@ -192,7 +198,7 @@ class Trainer:
     def _share_done(self) -> float:
         """Return how much of the run is done: the budget that is nearest to its end."""
         config, done = self.config, self.progress
-        epochs = done.epoch + done.batch / max(len(getattr(self, "_plan", [])), 1)
+        epochs = done.epoch + done.batch / max(self._num_batches, 1)
         pairs = (
             (done.step, config.max_steps),
             (done.num_tokens, config.max_tokens),
@@ -310,10 +316,10 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _save_drafter(self, folder: Path) -> None:
-        """Write what the drafter loads, in bf16."""
+        """Write what the drafter loads."""
         state, _ = full_state(self.model, self._plain_optimizer)
         if self.accelerator.is_main_process:
-            dtype = torch.float32 if self.target.model.dtype == torch.float32 else torch.bfloat16
+            dtype = resolve_dtype(self.config.save_dtype, torch.device("cpu"))
             state = {name: tensor.to(dtype) for name, tensor in state.items()}
             self.trainee.save(folder, state, self.config.target)
         self.accelerator.wait_for_everyone()

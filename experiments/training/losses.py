@@ -11,7 +11,7 @@ keeps a part, and q the drafter's law over D:
 The output head is frozen and its input is all that is learned, so the gradient with respect to that
 input is computed together with the loss, a chunk of positions at a time: at no time are there
 logits of more than a chunk, whatever the number of passes, and the target's law is computed once
-for all passes. Of the target's whole vocabulary only the log-sum-exp and the argmax are kept.
+for all passes.
 
 Source: Leviathan et al. 2023 (acceptance is 1 - TV); Li et al. 2025 (soft targets); Hsu et al. 2024
 (Liger, the fusion of head and loss).
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, log_softmax
 
 from specdec.errors import ConfigError
 
@@ -41,23 +41,22 @@ class Law(NamedTuple):
 class Draft(NamedTuple):
     """The drafter's law at the same positions."""
 
-    logits: Tensor  # [C, V_draft] float32
-    lse: Tensor  # [C, 1] float32, their log-sum-exp
-    probs: Tensor  # [C, V_draft] float32, their softmax
+    log_probs: Tensor  # [C, V_draft] float32
+    probs: Tensor  # [C, V_draft] float32
 
 
 def cross_entropy(draft: Draft, law: Law) -> LossRows:
     """Return the hard loss; it is 0 where the label is not in the vocabulary."""
     known = (law.labels >= 0).float()
     labels = law.labels.clamp(min=0)[:, None]
-    loss = (draft.lse - draft.logits.gather(1, labels))[:, 0] * known
-    grad = draft.probs.scatter_add(1, labels, -torch.ones_like(draft.lse))
+    loss = -draft.log_probs.gather(1, labels)[:, 0] * known
+    grad = draft.probs.scatter_add(1, labels, torch.full_like(draft.probs[:, :1], -1.0))
     return loss, grad.mul_(known[:, None])
 
 
 def soft_cross_entropy(draft: Draft, law: Law) -> LossRows:
     """Return the soft loss against the target's law."""
-    loss = (draft.lse * law.mass)[:, 0] - (law.probs * draft.logits).sum(1)
+    loss = -(law.probs * draft.log_probs).sum(1)
     return loss, (draft.probs * law.mass).sub_(law.probs)
 
 
@@ -173,10 +172,13 @@ class _FusedLoss(torch.autograd.Function):
         assert num_passes == len(spec.offsets), (hidden.shape, spec.offsets)
         wants_grad = ctx.needs_input_grad[0]
         grad = torch.zeros_like(hidden) if wants_grad else None
-        offsets = torch.tensor(spec.offsets, device=hidden.device)
-        counts = (targets.places[:, None] >= offsets).sum(0).double()  # [J]
-        weights = torch.tensor(spec.weights, dtype=torch.float64, device=hidden.device)
-        scales = weights / weights.sum() / counts.clamp(min=1)
+        # Nothing of the host's goes to the device here: it would wait for what runs there.
+        counts = torch.stack([(targets.places >= offset).sum() for offset in spec.offsets])
+        total = sum(spec.weights)
+        scales = [
+            weight / total / count
+            for weight, count in zip(spec.weights, counts.clamp(min=1).double(), strict=True)
+        ]
         sums = torch.zeros(3, num_passes, dtype=torch.float64, device=hidden.device)
         # Every cast is meant as it is written.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -198,7 +200,7 @@ class _FusedLoss(torch.autograd.Function):
                         grad[j].index_add_(0, source, own.to(grad.dtype))
         ctx.grad = grad
         means = sums / counts.clamp(min=1)
-        loss = (sums[0] * scales).sum().float()
+        loss = (sums[0] * torch.stack(scales)).sum().float()
         figures = (means[0], means[1], means[2], counts)
         ctx.mark_non_differentiable(*figures)
         return loss, *figures
@@ -214,10 +216,11 @@ def _law_of(head: OutputHead, targets: LossTargets, lines: Tensor) -> tuple[Law,
     states = targets.states.index_select(0, lines).to(head.weight.dtype)
     logits = linear(states, head.weight)
     best = logits.argmax(1)
-    lse = torch.logsumexp(logits.float(), 1, keepdim=True)
+    # log_softmax is one kernel with one output; a log-sum-exp passes over its logits six times.
+    log_probs = log_softmax(logits.float(), 1)
     if head.target_ids is not None:
-        logits = logits.index_select(1, head.target_ids)
-    probs = (logits.float() - lse).exp_()
+        log_probs = log_probs.index_select(1, head.target_ids)
+    probs = log_probs.exp_()
     labels = head.column[targets.next_ids[lines]]
     # -1, no column, where the best token is not in the draft vocabulary.
     return Law(probs, probs.sum(1, keepdim=True), labels), head.column[best]
@@ -225,13 +228,12 @@ def _law_of(head: OutputHead, targets: LossTargets, lines: Tensor) -> tuple[Law,
 
 def _draft_of(logits: Tensor) -> Draft:
     """Return the drafter's law of its logits."""
-    logits = logits.float()
-    lse = torch.logsumexp(logits, 1, keepdim=True)
-    return Draft(logits, lse, (logits - lse).exp_())
+    log_probs = log_softmax(logits.float(), 1)
+    return Draft(log_probs, log_probs.exp())
 
 
 def _add_figures(sums: Tensor, draft: Draft, law: Law, best: Tensor, valid: Tensor) -> None:
     """Add a chunk to the sums [3] of a pass: acceptance and agreement, at 1 and 2."""
     accepted = torch.minimum(draft.probs, law.probs).sum(1)
     sums[1] += (accepted * valid).sum()
-    sums[2] += ((draft.logits.argmax(1) == best) & valid).sum()
+    sums[2] += ((draft.log_probs.argmax(1) == best) & valid).sum()

@@ -1,5 +1,6 @@
 """What a method trains: a module of the drafter's own, run over whole texts at once."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,10 @@ class Trainee(nn.Module):
         """
         raise NotImplementedError
 
-    def drafter(self, folder: Path) -> dict[str, Any]:
+    @classmethod
+    def drafter(cls, folder: Path) -> dict[str, Any]:
         """Return what selects the drafter with a saved folder."""
-        return {"name": self.method, "path": str(folder)}
+        return {"name": cls.method, "path": str(folder)}
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,6 @@ def method_class(name: str) -> type[Trainee]:
     Raises:
         ConfigError: the name is unknown.
     """
-    import importlib
-
     if name not in METHODS:
         raise ConfigError(f"fit.method={name!r} is not known; known: {', '.join(METHODS)}")
     entry = METHODS[name]
