@@ -6,7 +6,6 @@ run's folder and the tracker. A run of the same `name` that was stopped goes on 
 
 import dataclasses
 import logging
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from experiments.cli import SCHEMA_SUFFIX, hydra_app, unknown_name
+from experiments.provenance import shown_command
 from experiments.schemas import TargetConfig, check_known, register_schemas
 from experiments.training.config import EvalConfig, FitConfig
 from experiments.training.data import DataConfig, run_data
@@ -103,7 +103,7 @@ def train_task(cfg: DictConfig) -> None:
     app, configs = load_train(cfg)
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
-    command = f"python -m experiments.train {shlex.join(hydra_config.overrides.task)}".strip()
+    command = shown_command("experiments.train", hydra_config.overrides.task)
     resolved = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(resolved, dict), type(resolved)
     tracker = make_tracker(app.tracker, {str(k): v for k, v in resolved.items()}, folder, app.name)

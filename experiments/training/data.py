@@ -76,7 +76,7 @@ class DataConfig:
         seed: of every draw.
         num_shards: shards of the dataset.
         prompts_per_shard: answers that a shard asks for, about.
-        max_seconds: begin no further shard after so long; None = no limit.
+        max_seconds: begin no further shard after so long, but always a first one; None = no limit.
         shares: of the prompts, by kind: free (the chat model's own questions), writing, code,
             maths, questions, sentences (all from templates) and passages (long prompts, and the
             passages in them); kinds that are not named get none.
@@ -151,6 +151,8 @@ class DataConfig:
         values = dataclasses.asdict(self)
         for name in ("device", "num_shards", "max_seconds", "overlap_files"):
             del values[name]
+        values["target"] = shown_path(self.target)
+        values["dtype"] = str(resolve_dtype(self.dtype, resolve_device(self.device)))
         text = json.dumps([values, seeds.digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -176,6 +178,9 @@ def run_data(
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         meta = _begin_meta(config, run, seeds)
+        for split in SPLITS:  # one that a run was stopped at is written anew
+            for path in shard_paths(run.folder, split)[len(meta["shards"]) :]:
+                path.unlink()
         num_missing = config.num_shards - len(meta["shards"])
         tokenizer = target.tokenizer if target is not None else None
         if num_missing > 0:
@@ -250,7 +255,7 @@ def _write_shards(
     started = time.monotonic()
     for shard in range(len(meta["shards"]), config.num_shards):
         elapsed = time.monotonic() - started
-        if config.max_seconds is not None and elapsed > config.max_seconds:
+        if meta["shards"] and config.max_seconds is not None and elapsed > config.max_seconds:
             logger.info("stopped after %d shards: max_seconds", len(meta["shards"]))
             break
         writer = ShardWriter(config.writing, chat, seeds, seen, config.max_model_len)

@@ -39,10 +39,10 @@ def ngram_hashes(token_ids: np.ndarray, n: int) -> np.ndarray:
 
 def repeated_share(token_ids: np.ndarray) -> float:
     """Return which share of a text's 4-grams occurred in it before; 0 for a short text."""
-    hashes = ngram_hashes(token_ids, _LOOP_N)
     if len(token_ids) < _MIN_TOKENS:
         return 0.0
-    return 1.0 - len(np.unique(hashes)) / len(hashes)
+    hashes = ngram_hashes(token_ids, _LOOP_N).tolist()
+    return 1.0 - len(set(hashes)) / len(hashes)
 
 
 def prompt_key(token_ids: Sequence[int] | np.ndarray) -> int:
@@ -78,21 +78,23 @@ class SeenTexts:
         """Return whether a prompt is known."""
         return prompt_key(prompt) in self._prompts
 
-    def is_copy(self, sequence: TokenSequence) -> bool:
-        """Return whether much the same answer is known."""
+    def add_new(self, sequence: TokenSequence) -> bool:
+        """Remember a prompt and its answer; return False where much the same answer is known."""
         sketch = _sketch(sequence)
-        shared = sum(value in self._sketches for value in sketch)
-        return shared > self._max_shared * _SKETCH_SIZE
+        num_known = sum(value in self._sketches for value in sketch)
+        if num_known > self._max_shared * _SKETCH_SIZE:
+            return False
+        self._add(sequence, sketch)
+        return True
 
-    def add(self, sequence: TokenSequence) -> None:
-        """Remember a prompt and its answer."""
+    def _add(self, sequence: TokenSequence, sketch: list[int]) -> None:
         self._prompts.add(prompt_key(sequence.token_ids[: sequence.num_prompt]))
-        self._sketches.update(_sketch(sequence))
+        self._sketches.update(sketch)
 
     def add_all(self, sequences: Iterable[TokenSequence]) -> None:
-        """Remember several."""
+        """Remember what an earlier run kept."""
         for sequence in sequences:
-            self.add(sequence)
+            self._add(sequence, _sketch(sequence))
 
 
 def _sketch(sequence: TokenSequence) -> list[int]:
@@ -102,7 +104,12 @@ def _sketch(sequence: TokenSequence) -> list[int]:
     """
     if len(sequence.answer) < _MIN_TOKENS:
         return []
-    hashes = np.unique(ngram_hashes(sequence.answer, _COPY_N))
-    own = ngram_hashes(sequence.token_ids[: sequence.num_prompt], _COPY_N)
-    hashes = hashes[~np.isin(hashes, own)]
-    return hashes[:_SKETCH_SIZE].tolist() if len(hashes) >= _SKETCH_SIZE else []
+    own = set(ngram_hashes(sequence.token_ids[: sequence.num_prompt], _COPY_N).tolist())
+    sketch: list[int] = []
+    # Lists: these arrays are so small that numpy's set routines take longer.
+    for value in np.sort(ngram_hashes(sequence.answer, _COPY_N)).tolist():
+        if value not in own and (not sketch or value != sketch[-1]):
+            sketch.append(value)
+            if len(sketch) == _SKETCH_SIZE:
+                return sketch
+    return []  # too few to tell

@@ -43,7 +43,7 @@ class Player:
     def __init__(self, engine: Engine, num_rows: int, end_token_ids: Iterable[int]) -> None:
         self._engine, self._num_rows = engine, num_rows
         self._end_token_ids = sorted(end_token_ids)
-        self._num_together = max(1, num_rows // 16)
+        self._num_together = max(1, num_rows // 8)
         self._queue: deque[Text] = deque()
         self._running: dict[str, Text] = {}
         self._num_started = 0

@@ -53,7 +53,7 @@ class WritingConfig:
 
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])
     temperature_shares: list[float] = field(default_factory=lambda: [0.6, 0.1, 0.1, 0.2])
-    question_temperature: float = 1.0
+    question_temperature: float = 0.8
     passage_temperature: float = 0.7
     max_question_tokens: int = 192
     max_passage_tokens: int = 512
@@ -133,7 +133,7 @@ class ChatFormat:
 
 def counts_of(shares: Mapping[str, float], total: int) -> dict[str, int]:
     """Return how many families of each kind about `total` texts are made of."""
-    whole = sum(shares.values())
+    whole = sum(shares.values()) or 1.0
     return {
         kind: round(total * shares.get(kind, 0.0) / whole / _size_of(kind)) for kind in FAMILIES
     }
@@ -221,23 +221,28 @@ class ShardWriter:
         for written in sorted(self._written, key=lambda written: written.place):
             reason = self._why_not(written.sequence)
             if reason is None:
-                self._seen.add(written.sequence)
                 kept.append(written)
             else:
                 self.dropped[reason] += 1
         return kept
 
     def _why_not(self, sequence: TokenSequence) -> str | None:
-        """Return why a text is dropped, None where it is not."""
-        if len(sequence.answer) < self._config.min_answer_tokens:
-            return "short"
-        if repeated_share(sequence.answer) > self._config.max_repeated_share:
-            return "loop"
+        """Return why a text is dropped; None where it is not, and from now on known."""
+        reason = self._quality(sequence.answer)
+        if reason is not None:
+            return reason
         prompt = sequence.token_ids[: sequence.num_prompt]
         # An empty user turn is everybody's prompt.
         if sequence.num_prompt > len(self._chat.opening) and self._seen.has_prompt(prompt):
             return "same prompt"
-        return "copy" if self._seen.is_copy(sequence) else None
+        return None if self._seen.add_new(sequence) else "copy"
+
+    def _quality(self, answer: np.ndarray) -> str | None:
+        """Return what is wrong with an answer alone, None where nothing is."""
+        if len(answer) < self._config.min_answer_tokens:
+            return "short"
+        is_loop = repeated_share(answer) > self._config.max_repeated_share
+        return "loop" if is_loop else None
 
     # --- families -------------------------------------------------------------------------------
 
@@ -278,8 +283,8 @@ class ShardWriter:
                 temperature = config.passage_temperature
                 place = family, index
                 self._keep(place, prompts[index], token_ids, temperature, PASSAGE_KIND, root)
-                is_loop = repeated_share(np.array(token_ids)) > config.max_repeated_share
-                passages[index] = "" if is_loop else self._chat.text(token_ids)
+                is_sound = self._quality(np.array(token_ids)) is None
+                passages[index] = self._chat.text(token_ids) if is_sound else ""
                 if len(passages) == len(instructions):
                     texts = [passages[i] for i in range(len(instructions)) if passages[i]]
                     self._begin_tasks(family, len(instructions), texts, root)
