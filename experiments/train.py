@@ -112,6 +112,9 @@ def train_task(cfg: DictConfig) -> None:
         first_step = 0
         for name, config in configs.items():
             own = Path(app.dataset) if name == "data" else folder / name
+            if isinstance(config, EvalConfig) and config.fitted is None:
+                here = folder / "fit"
+                config = dataclasses.replace(config, fitted=str(here) if here.is_dir() else "")
             logger.info("stage %s: %s", name, own)
             steps = _Steps(tracker, first_step)
             record = STAGES[name].run(config, StageRun(own, command, steps.log))

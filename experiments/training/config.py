@@ -1,8 +1,11 @@
 """Options of the stages `fit` and `eval`."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
 
+from experiments.provenance import shown_path
 from runner.weights import EMBEDDED_NAME
 from specdec.errors import ConfigError
 
@@ -15,7 +18,8 @@ class EvalConfig:
         target: "smollm2-135m-instruct" (embedded), a hub id, or a local folder.
         dtype: of the target; "auto" is bf16 where the device is fast at it, else fp32.
         device: "auto", "cpu", "cuda" or "cuda:<index>".
-        fitted: folder of a run of the stage `fit`, whose drafter is measured; "" = none.
+        fitted: folder of a run of the stage `fit`, whose drafter is measured; "" = none, None =
+            that of the same run of the app, where there is one.
         drafters: what else is measured: names, or mappings with a key "name".
         files: question files, whose first turns are asked; empty takes prompts of `data`.
         data: dataset folder, whose split "valid" gives prompts.
@@ -34,7 +38,7 @@ class EvalConfig:
     target: str = EMBEDDED_NAME
     dtype: str = "auto"
     device: str = "auto"
-    fitted: str = ""
+    fitted: str | None = None
     drafters: list[object] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     data: str = ""
@@ -174,6 +178,19 @@ class FitConfig:
                 raise ConfigError(
                     f"fit.{name}={value} is not allowed; give a number from {low} to {high}"
                 )
+
+
+def shown_config(value: Any) -> Any:
+    """Return options as a record has them: it is published, so no folder outside is named."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {key: shown_config(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [shown_config(part) for part in value]
+    if isinstance(value, str) and (os.sep in value or value.startswith("~")):
+        return shown_path(value)
+    return value
 
 
 def _check_at_least(what: str, config: object, lowest: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from experiments.prompts import load_questions
 from experiments.provenance import collect_provenance
-from experiments.training.config import EvalConfig
+from experiments.training.config import EvalConfig, shown_config
 from experiments.training.dataset import TokenDataset
 from experiments.training.stage import StageRun, stage_main
 from experiments.training.trainee import method_class
@@ -250,7 +250,7 @@ def run_eval(config: EvalConfig, run: StageRun) -> dict[str, Any]:
     lines: list[dict[str, Any]] = []
     record = {
         "provenance": collect_provenance(run.command, config.seed, device, dtype),
-        "config": asdict(config),
+        "config": shown_config(config),
         "lines": lines,
     }
     run.folder.mkdir(parents=True, exist_ok=True)

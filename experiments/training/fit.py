@@ -15,7 +15,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from experiments.training.checkpoints import (
     restore,
     save_checkpoint,
 )
-from experiments.training.config import EvalConfig, FitConfig
+from experiments.training.config import EvalConfig, FitConfig, shown_config
 from experiments.training.curve import Curve, Figures, rate_at
 from experiments.training.dataset import TokenBatch, TokenDataset
 from experiments.training.eval import accepted_line, measure, read_prompts
@@ -343,7 +342,7 @@ class Trainer:
             "drafter_bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
         }
         if self.accelerator.is_main_process:
-            record = {"provenance": provenance, "config": asdict(config), "figures": figures}
+            record = {"provenance": provenance, "config": shown_config(config), "figures": figures}
             text = json.dumps(record, indent=2) + "\n"
             (self.run.folder / "fit.json").write_text(text, encoding="utf-8")
         return figures
