@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +19,13 @@ from experiments.training import fit as fit_module
 from experiments.training.checkpoints import newest_checkpoint
 from experiments.training.config import EvalConfig, FitConfig
 from experiments.training.curve import rate_at
-from experiments.training.dataset import TokenDataset
+from experiments.training.dataset import (
+    TokenDataset,
+    TokenSequence,
+    shard_name,
+    write_meta,
+    write_shard,
+)
 from experiments.training.fit import run_fit
 from experiments.training.frozen_target import load_frozen, pad_batch
 from experiments.training.stage import StageRun
@@ -259,3 +266,32 @@ def test_values_out_of_range_are_told(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         config(folders, **changes)
+
+
+def test_recorded_states_teach_as_those_that_are_computed(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    states = tmp_path / "states"
+    record = {"name": "record", "folder": str(states), "aux_layers": [1, 2, 3]}
+    llm = LLM(folders["target"], record, "greedy", dtype="float32", device="cpu", **SMALL)
+    texts = [out.prompt_token_ids + out.token_ids for out in llm.generate(
+        random_prompts([5, 9, 12, 7]), SamplingParams(temperature=0, max_tokens=20)
+    )]  # fmt: skip
+    llm.engine.drafter.flush()  # pyright: ignore
+    known = [load_file(path)["token_ids"].tolist() for path in sorted(states.glob("*.safetensors"))]
+    assert sorted(known) == sorted(text[: len(text) - 1] for text in texts)
+    data = tmp_path / "data"
+    data.mkdir()
+    write_shard(data / shard_name("train", 0), [TokenSequence(np.array(t), 0) for t in known])
+    write_meta(data, {})
+    own = config(folders, aux_layers=[1, 2, 3], max_steps=6, log_every=1)
+    online = fit(dataclasses.replace(own, data=str(data)), tmp_path / "online")
+    dumped = fit(dataclasses.replace(own, data="", states=str(states)), tmp_path / "dumped")
+    assert dumped["loss"] == pytest.approx(online["loss"], rel=1e-3)
+    curves = [curve_of(tmp_path / name) for name in ("online", "dumped")]
+    assert [line["num_tokens"] for line in curves[0]] == [line["num_tokens"] for line in curves[1]]
+    other = dataclasses.replace(own, states=str(states), aux_layers=[0, 2, 3])
+    with pytest.raises(ConfigError, match=r"layers \[1 2 3\], the head reads \[0 2 3\]"):
+        fit(other, tmp_path / "other")
+    with pytest.raises(ConfigError, match="holds no text"):
+        fit(dataclasses.replace(own, states=str(tmp_path)), tmp_path / "none")

@@ -82,6 +82,8 @@ class FitConfig:
             fp32, and on a GPU computed in bf16.
         device: "auto", "cpu" or "cuda"; each process has a GPU of its own.
         data: dataset folder of the stage `data`.
+        states: folder of texts that the drafter `record` wrote: they and their hidden states are
+            learned from instead, and the target's layers are not run; "" = computed online.
         loss: "kl" (soft cross-entropy), "tv" (probability of a rejection) or "ce" (the text).
         unroll: passes of a head, which are the drafts that it is trained for.
         step_decay: weight of a pass as a part of that of the pass before.
@@ -115,6 +117,7 @@ class FitConfig:
     dtype: str = "auto"
     device: str = "auto"
     data: str = ""
+    states: str = ""
     loss: str = "kl"
     unroll: int = 5
     step_decay: float = 0.8

@@ -36,10 +36,11 @@ from experiments.training.checkpoints import (
 )
 from experiments.training.config import EvalConfig, FitConfig, shown_config
 from experiments.training.curve import Curve, Figures, rate_at
-from experiments.training.dataset import TokenBatch, TokenDataset
+from experiments.training.dataset import TokenDataset
 from experiments.training.eval import accepted_line, measure, read_prompts
 from experiments.training.frozen_target import load_frozen, loss_targets, pad_batch
 from experiments.training.losses import LossSpec, OutputHead, PassFigures, fused_loss
+from experiments.training.recorded import RecordedTexts
 from experiments.training.stage import StageRun, stage_main
 from experiments.training.trainee import Trainee, method_class
 from experiments.training.vocabulary import choose_vocabulary
@@ -72,7 +73,8 @@ class Trainer:
         )
         self.device = self.accelerator.device
         max_len = min(config.max_seq_len, config.batch_tokens)
-        self.dataset = TokenDataset(config.data, "train", max_len)
+        self.recorded = RecordedTexts(config.states, max_len) if config.states else None
+        self.dataset = self.recorded or TokenDataset(config.data, "train", max_len)
         where = "cpu" if on_cpu else str(self.device)
         self.target = load_frozen(config.target, config.dtype, where)
         self.checkpoints = run.folder / "checkpoints"
@@ -116,8 +118,8 @@ class Trainer:
         figures = Figures()
         with progress_bar("fit", self.config.max_steps or 0) as bar:
             while not self._is_over():
-                for batch in self._epoch():
-                    figures.add(*self._learn(batch))
+                for members in self._epoch():
+                    figures.add(*self._learn(members))
                     if not self.accelerator.sync_gradients:
                         continue
                     self.progress.step += 1
@@ -134,8 +136,8 @@ class Trainer:
         self._save_drafter(self.run.folder / "drafter")
         return self._record(last)
 
-    def _epoch(self) -> Iterator[TokenBatch]:
-        """Give the batches of the epoch that are left, counting them."""
+    def _epoch(self) -> Iterator[np.ndarray]:
+        """Give the batches of the epoch that are left, as indices, counting them."""
         config, rank, ranks = self.config, *self._place
         plan = self.dataset.plan(config.batch_tokens, config.seed, self.progress.epoch, padded=True)
         self._num_batches = len(plan) // ranks
@@ -149,18 +151,25 @@ class Trainer:
             members = np.concatenate(plan[index * ranks : (index + 1) * ranks])
             self.progress.batch = index + 1
             self.progress.num_tokens += int(self.dataset.lengths[members].sum())
-            yield self.dataset.batch(plan[index * ranks + rank])
+            yield plan[index * ranks + rank]
 
     @property
     def _place(self) -> tuple[int, int]:
         """Return which process this is, and how many there are."""
         return self.accelerator.process_index, self.accelerator.num_processes
 
-    def _learn(self, batch: TokenBatch) -> tuple[Tensor, PassFigures]:
+    def _learn(self, members: np.ndarray) -> tuple[Tensor, PassFigures]:
         """Learn from one batch; returns its loss and what is known of each pass, on the device."""
         config, accelerator = self.config, self.accelerator
-        padded = pad_batch(batch, config.learn_prompts).to(self.device)
-        states = self.target.states(padded, self.trainee.aux_layers)
+        batch = self.dataset.batch(members)
+        padded, layers = (
+            pad_batch(batch, config.learn_prompts).to(self.device),
+            self.trainee.aux_layers,
+        )
+        if self.recorded is None:
+            states = self.target.states(padded, layers)
+        else:
+            states = self.recorded.states(members, padded, layers)
         lr = config.lr * rate_at(self._share_done(), config.warmup, config.final_lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -354,7 +363,7 @@ def run_fit(config: FitConfig, run: StageRun) -> dict[str, Any]:
     Raises:
         ConfigError, WeightsError: the options, the data or the target cannot be used.
     """
-    if not config.data:
+    if not config.data and not config.states:
         raise ConfigError("fit needs data=<dataset folder of the stage data>, got none")
     return Trainer(config, run).fit()
 

@@ -5,11 +5,15 @@ import torch
 from torch import Tensor
 
 from experiments.training.dataset import TokenDataset
+from experiments.training.recorded import RecordedTexts
 from specdec.errors import ConfigError
 
 
 def choose_vocabulary(
-    dataset: TokenDataset, size: int, vocab_size: int, always: frozenset[int] = frozenset()
+    dataset: TokenDataset | RecordedTexts,
+    size: int,
+    vocab_size: int,
+    always: frozenset[int] = frozenset(),
 ) -> tuple[Tensor, float]:
     """Choose the most frequent tokens of a dataset's answers.
 
