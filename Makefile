@@ -6,8 +6,11 @@ PIP_ARGS ?=
 CONSTRAINTS ?= constraints-cpu.txt
 VENV ?= .venv
 ARGS ?=
+JOBS ?= auto
 
 BIN := $(VENV)/bin
+# A process for each core, of one thread: torch's threads wait for one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 READY := $(VENV)/.ready
 PACKAGES := specdec runner drafters sampler experiments examples tests benchmarks
 
@@ -44,14 +47,14 @@ bundle: $(READY)
 	$(BIN)/python -m experiments.bundle $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter $(ARGS)
+	$(PYTEST) $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(ARGS)
 
 test-gpu: weights
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-full: weights
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check $(PACKAGES)

@@ -114,6 +114,8 @@ class BlockParallelHead(nn.Module):
             rms_norm_eps=eps,
             rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
             max_position_embeddings=sizes.max_positions,
+            bos_token_id=None,
+            eos_token_id=None,
         )
         config._attn_implementation = ATTENTION_NAME
         self.body: Any = LlamaModel(config)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import DrafterConfig
+from runner.confidence import store_confidence
 from runner.rows import scatter_rows
 from sampler.top_k_top_p import apply_top_k_top_p
 from specdec.errors import ConfigError
@@ -115,9 +116,9 @@ class DraftSampler:
             drafts = ctx.noise.draw(logits, ctx.idx_mapping, positions)
         else:
             drafts = logits.argmax(1)
-        if self._buffers.draft_confidence is not None:
-            chosen = logits.float().log_softmax(1).gather(1, drafts[:, None])[:, 0].exp()
-            scatter_rows(self._buffers.draft_confidence[:, index], ctx.idx_mapping, chosen)
+        confidence = self._buffers.draft_confidence
+        if confidence is not None:
+            store_confidence(confidence, ctx.idx_mapping, index, logits, drafts)
         return drafts
 
     def choose_among(

@@ -10,7 +10,7 @@ Source: Oliaro et al. 2024, SuffixDecoding.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafters.base import DrafterBase, DrafterConfig
 from drafters.suffix_tree import DraftRule, SuffixTree
@@ -72,11 +72,15 @@ class _OwnTree:
 class SuffixDrafter(DrafterBase):
     """Keeps a tree for each unfinished request, and one of past outputs."""
 
-    capabilities = DrafterCapabilities(on_cpu=True, variable_length=True, reads_token_table=False)
+    capabilities = DrafterCapabilities(
+        on_cpu=True, variable_length=True, reads_token_table=False, uses_history=True
+    )
     config: SuffixConfig
 
     def __init__(self, config: SuffixConfig) -> None:
         super().__init__(config)
+        # Without the outputs of other requests, drafts follow from the row's own text.
+        self.capabilities = replace(self.capabilities, uses_history=config.use_global)
         self._rule = DraftRule(config.max_spec_factor, config.min_token_prob)
         self._own: dict[HostRequest, _OwnTree] = {}
         self._past = SuffixTree(config.max_depth)

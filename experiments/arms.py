@@ -1,4 +1,4 @@
-"""Arms: a drafter with its K on a target that all arms share; how questions are played on them."""
+"""Arms: a drafter and its draft length on a target that all share; how questions are played."""
 
 import dataclasses
 import json
@@ -41,6 +41,7 @@ class ArmSpec:
     name: str
     drafter: Plugin
     k: int
+    draft_length: Plugin
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Arm:
 
     @property
     def launching(self) -> dict[str, Any]:
-        """Return how the timed steps were launched, and what capturing graphs took.
+        """Return how the timed steps were launched, what they drafted, and what capturing took.
 
         `launches` counts parts of steps by name, and "<part> eager: <reason>" for those that no
         graph held (`runner.cuda_graphs`).
@@ -101,6 +102,7 @@ class Arm:
             "graph_scope": runner.config.graph_scope,
             "launches": dict(runner.graphs.launches),
             "capture": dataclasses.asdict(runner.graphs.cost),
+            "draft_length": self.engine.draft_length.report(),
         }
 
     @property
@@ -160,36 +162,42 @@ def request_seed(config: RunConfig, name: str) -> int:
 
 def plan_arms(config: RunConfig) -> list[ArmSpec]:
     """Return the arms of a run, the autoregressive one first, each with a name of its own."""
-    chosen = [(load_plugin("drafter", "none", "drafter"), 0)]
-    wanted = [(config.drafter, config.num_speculative_tokens)]
+    fixed = load_plugin("draft_length", "fixed", "draft_length")
+    chosen = [(load_plugin("drafter", "none", "drafter"), 0, fixed)]
+    wanted = [(config.drafter, config.num_speculative_tokens, config.draft_length)]
     for item in config.compare:
-        k = item.num_speculative_tokens
-        wanted.append((item.drafter, config.num_speculative_tokens if k is None else k))
-    for drafter, k in wanted:
-        arm = (drafter, 0 if drafter.never_drafts else k)
+        k, length = item.num_speculative_tokens, item.draft_length or config.draft_length
+        wanted.append((item.drafter, config.num_speculative_tokens if k is None else k, length))
+    for drafter, k, length in wanted:
+        arm = (drafter, 0, fixed) if drafter.never_drafts else (drafter, k, length)
         if arm not in chosen:
             chosen.append(arm)
         elif not drafter.never_drafts:
             warn_once(logger, f"the arm {drafter.entry.name} K={k} is given twice; it runs once")
-    bases = [_base_name(drafter, k) for drafter, k in chosen]
+    bases = [_base_name(*arm) for arm in chosen]
     used: Counter[str] = Counter()
     specs: list[ArmSpec] = []
-    for i, (drafter, k) in enumerate(chosen):
-        rivals = [chosen[j][0] for j in range(len(chosen)) if bases[j] == bases[i]]
-        name = bases[i] + _difference(drafter, rivals)
+    for i, (drafter, k, length) in enumerate(chosen):
+        rivals = [chosen[j] for j in range(len(chosen)) if bases[j] == bases[i]]
+        name = bases[i] + _difference(drafter, [rival[0] for rival in rivals])
+        name += _difference(length, [rival[2] for rival in rivals])
         used[name] += 1
-        specs.append(ArmSpec(name if used[name] == 1 else f"{name} #{used[name]}", drafter, k))
+        unique = name if used[name] == 1 else f"{name} #{used[name]}"
+        specs.append(ArmSpec(unique, drafter, k, length))
     return specs
 
 
-def _base_name(drafter: Plugin, k: int) -> str:
-    return drafter.entry.name if drafter.never_drafts else f"{drafter.entry.name} K={k}"
+def _base_name(drafter: Plugin, k: int, draft_length: Plugin) -> str:
+    if drafter.never_drafts:
+        return drafter.entry.name
+    policy = draft_length.entry.name
+    return f"{drafter.entry.name} K={k}" + ("" if policy == "fixed" else f" {policy}")
 
 
-def _difference(drafter: Plugin, rivals: Sequence[Plugin]) -> str:
-    """Return the parameters in which a drafter differs from others of the same name and K."""
+def _difference(plugin: Plugin, rivals: Sequence[Plugin]) -> str:
+    """Return the parameters in which a plug-in differs from those of arms named alike."""
     text = ""
-    for key, value in drafter.spec.items():
+    for key, value in plugin.spec.items():
         if any(rival.spec[key] != value for rival in rivals):
             shown = Path(value).name if isinstance(value, str) else str(value)
             if len(shown) <= _LABEL_VALUE_CHARS:
@@ -230,6 +238,7 @@ def build_engine(
         spec.k,
         config=config.engine,
         trace=trace,
+        draft_length=spec.draft_length.spec,
     )
 
 
@@ -250,6 +259,7 @@ def build_arm(spec: ArmSpec, config: RunConfig, target: LoadedTarget) -> Arm:
             arm.engine.step()
     arm.engine.trace = trace
     arm.engine.runner.graphs.launches.clear()
+    arm.engine.draft_length.counts.clear()
     return arm
 
 

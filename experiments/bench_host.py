@@ -8,6 +8,7 @@ Nothing here needs Hydra: `python -m experiments.bench_host`.
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ class StubRunner:
     def __init__(self, max_num_reqs: int, num_kv_blocks: int) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.state = SimpleNamespace(generation_np=np.zeros(max_num_reqs, dtype=np.int64))
+        self.graphs = SimpleNamespace(launches=Counter())
         self.block_table = np.zeros((max_num_reqs, MAX_MODEL_LEN // BLOCK_SIZE), dtype=np.int32)
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
         # [R, K + 1] tokens no end is among.

@@ -36,7 +36,7 @@ _TABLES = {
 }
 _TEXTS = ("arms.json", "provenance.json", "config.yaml")
 _ARM_KEYS = {"arm", "drafter", "k", "verifier", "temperature", "lossless", "verdict"}
-_ARM_KEYS |= {"device", "graph_scope", "launches", "capture"}
+_ARM_KEYS |= {"device", "graph_scope", "launches", "capture", "draft_length"}
 _CAPTURE_KEYS = {"num_graphs", "seconds", "num_bytes"}
 _VERDICT_KEYS = {"status", "dtype", "num_compared", "num_equal", "note"}
 
@@ -154,6 +154,7 @@ def _write_report(run: Run, folder: Path) -> Path:
         positions=tables.position_lines(positions),
         times=tables.time_lines(times),
         launches=tables.launch_lines(run.arms),
+        lengths=tables.length_lines(run.arms),
         idle=tables.idle_lines(idle, run.arms),
         verdicts=tables.verdict_table(summary),
         plots={plot.name: plot for plot in plots},

@@ -184,6 +184,7 @@ def _entries(run: _Run, arms: Sequence[Arm]) -> list[dict[str, Any]]:
             "drafter": arm.spec.drafter.entry.name,
             "drafter_config": arm.spec.drafter.spec,
             "k": arm.spec.k,
+            "draft_length_config": arm.spec.draft_length.spec,
             "verifier": verifier.entry.name,
             "temperature": run.config.sampling.temperature,
             "lossless": bool(verifier.entry.cls(verifier.config).lossless),

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.cli import SCHEMA_SUFFIX, explain, type_words, unknown_name
 from specdec.checks import check_host_drafter
 from specdec.config import EngineConfig
+from specdec.draft_length.registered import make_draft_length
 from specdec.errors import ConfigError
 from specdec.log import warn_once
 from specdec.registry import PluginEntry, build_config, known_names, resolve
@@ -32,7 +33,11 @@ from specdec.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 _MAX_SEED = 2**32
-_ENTRY_POINT_GROUPS = {"drafter": "specdec.drafters", "verifier": "specdec.verifiers"}
+_ENTRY_POINT_GROUPS = {
+    "drafter": "specdec.drafters",
+    "verifier": "specdec.verifiers",
+    "draft_length": "specdec.draft_lengths",
+}
 
 
 @dataclass
@@ -127,15 +132,16 @@ class EqualityConfig:
 
 @dataclass
 class CompareConfig:
-    """One more arm: a drafter (name, or mapping with a key "name") and its K."""
+    """One more arm: a drafter (name, or mapping with a key "name"), its K and its draft length."""
 
     drafter: Any = MISSING
     num_speculative_tokens: int | None = None  # None takes the run's
+    draft_length: Any = None  # likewise
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A chosen drafter or verifier with its checked parameters."""
+    """A chosen drafter, verifier or policy of the draft length with its checked parameters."""
 
     entry: PluginEntry
     config: Any
@@ -156,8 +162,8 @@ class Plugin:
 class RunConfig:
     """`experiments.run`: one or several arms beside the autoregressive one.
 
-    After `load_config`, `drafter` and `verifier` are a `Plugin`, `engine` an `EngineConfig`, and
-    the drafters of `compare` plug-ins too.
+    After `load_config`, `drafter`, `verifier` and `draft_length` are a `Plugin`, `engine` an
+    `EngineConfig`, and what `compare` names plug-ins too.
 
     Args:
         compare: further arms, each a mapping with `drafter` and `num_speculative_tokens`.
@@ -170,6 +176,7 @@ class RunConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: Any = MISSING
     verifier: Any = MISSING
+    draft_length: Any = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompts: PromptsConfig = MISSING
     engine: Any = MISSING
@@ -266,6 +273,7 @@ def load_config(cfg: DictConfig) -> RunConfig:
     _check_keys(config)
     config.drafter = load_plugin("drafter", config.drafter, "drafter")
     config.verifier = load_plugin("verifier", config.verifier, "verifier")
+    config.draft_length = load_plugin("draft_length", config.draft_length, "draft_length")
     config.engine = _load_engine(config)
     config.compare = [_load_compare(item, i) for i, item in enumerate(config.compare)]
     _check_pairings(config)
@@ -273,10 +281,10 @@ def load_config(cfg: DictConfig) -> RunConfig:
 
 
 def load_plugin(kind: str, given: Any, where: str) -> Plugin:
-    """Resolve a drafter or verifier and check its parameters by the dataclass beside its class.
+    """Resolve a plug-in and check its parameters by the dataclass beside its class.
 
     Args:
-        kind: "drafter" or "verifier".
+        kind: "drafter", "verifier" or "draft_length".
         given: a name, a mapping with a key "name", or an object of the group's schema.
         where: its place in the configuration, for messages.
 
@@ -329,10 +337,10 @@ def _check_pairings(config: RunConfig) -> None:
             f"verifier={config.verifier.entry.name} takes sampling.temperature=0 only, got "
             f"{config.sampling.temperature}; use verifier=rejection or verifier=sampled_match"
         )
-    arms = [("drafter", config.drafter, config.num_speculative_tokens)]
-    for i, item in enumerate(config.compare):
-        arms.append((f"compare[{i}].drafter", item.drafter, item.num_speculative_tokens))
-    for where, drafter, num_drafts in arms:
+    first = CompareConfig(config.drafter, config.num_speculative_tokens)
+    arms = [("", first), *((f"compare[{i}].", item) for i, item in enumerate(config.compare))]
+    for prefix, arm in arms:
+        where, drafter, num_drafts = f"{prefix}drafter", arm.drafter, arm.num_speculative_tokens
         k = config.num_speculative_tokens if num_drafts is None else num_drafts
         if k == 0 and not drafter.never_drafts:
             raise ConfigError(
@@ -343,6 +351,8 @@ def _check_pairings(config: RunConfig) -> None:
             config.engine.check(k)
         except ConfigError as error:
             raise ConfigError(f"engine.{error}") from error
+        if not drafter.never_drafts:
+            make_draft_length((arm.draft_length or config.draft_length).spec, k)
         check_host_drafter(drafter.entry.cls(drafter.config), config.engine)
         check = getattr(verifier, "check", None)
         if check is not None and k > 0:
@@ -362,7 +372,10 @@ def _load_compare(item: Any, index: int) -> CompareConfig:
         )
     _check_at_least(f"{where}.num_speculative_tokens", num_drafts, 0)
     drafter = load_plugin("drafter", values["drafter"], f"{where}.drafter")
-    return CompareConfig(drafter, num_drafts)
+    draft_length = values.get("draft_length")
+    if draft_length is not None:
+        draft_length = load_plugin("draft_length", draft_length, f"{where}.draft_length")
+    return CompareConfig(drafter, num_drafts, draft_length)
 
 
 def _as_mapping(given: Any, where: str) -> dict[str, Any]:
@@ -393,7 +406,7 @@ def _check_keys(value: Any, where: str = "") -> None:
     check_known(vars(value), [f.name for f in dataclasses.fields(value)], where)
     for key, inner in vars(value).items():
         # What is typed `Any` here is checked where it is turned into its own class.
-        if dataclasses.is_dataclass(inner) and key not in ("drafter", "verifier", "engine"):
+        if dataclasses.is_dataclass(inner) and key not in ("engine", *_ENTRY_POINT_GROUPS):
             _check_keys(inner, f"{where}{key}.")
 
 

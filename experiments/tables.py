@@ -221,6 +221,26 @@ def launch_lines(arms: Sequence[Mapping[str, Any]]) -> HtmlTable:
     return HtmlTable(caption, headers, rows, text_columns=(0, 1, 2, 3, 5), group_by=0)
 
 
+def length_lines(arms: Sequence[Mapping[str, Any]]) -> HtmlTable | None:
+    """Return how many drafts steps proposed, one line per arm; None where it was always K.
+
+    Args:
+        arms: entries of arms.json.
+    """
+    rows: list[list[str]] = []
+    for arm in arms:
+        policy = arm["draft_length"]
+        if policy["name"] == "fixed":
+            continue
+        total = sum(policy["counts"].values())
+        shares = (f"{k}: {n} ({n / total:.0%})" for k, n in policy["counts"].items() if n)
+        why = "; ".join(policy["why"]) or "-"
+        rows.append([str(arm["arm"]), str(policy["name"]), ", ".join(shares) or "-", why])
+    headers = ["Arm", "Draft length", "Drafts of each request: steps", "Chosen by"]
+    caption = "How many drafts the timed steps proposed, where that is not always K."
+    return HtmlTable(caption, headers, rows, text_columns=(0, 1, 2, 3)) if rows else None
+
+
 def idle_lines(idle: pd.DataFrame, arms: Sequence[Mapping[str, Any]]) -> HtmlTable:
     """Return what graphs and their fixed shapes cost, one line per arm.
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specdec.grammar import StructuredOutputsParams
     from specdec.protocols import Drafter, DrafterCapabilities, LogitsProcessor, Verifier
     from specdec.registry import (
+        register_draft_length,
         register_drafter,
         register_logits_processor,
         register_verifier,
@@ -29,6 +30,7 @@ _PUBLIC = {
     "DrafterCapabilities": "specdec.protocols",
     "LogitsProcessor": "specdec.protocols",
     "Verifier": "specdec.protocols",
+    "register_draft_length": "specdec.registry",
     "register_drafter": "specdec.registry",
     "register_logits_processor": "specdec.registry",
     "register_verifier": "specdec.registry",
@@ -47,6 +49,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "Verifier",
+    "register_draft_length",
     "register_drafter",
     "register_logits_processor",
     "register_verifier",

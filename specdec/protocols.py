@@ -163,7 +163,9 @@ class DraftContext:
     max_seq_len: int  # bound on total_len over the step's rows
     max_query_len: int  # bound on query_lens
     num_last_chunks: int  # prompts that ended in this step; 0 in a uniform step
-    num_drafts: int  # how many to propose, 1..K: the columns behind are -1 already
+    # How many to propose, 1..K: the columns behind are -1 already. 0 in a first pass behind which
+    # nothing is proposed.
+    num_drafts: int
 
     @property
     def num_reqs(self) -> int:
@@ -224,6 +226,9 @@ class SplitDrafter(Drafter, Protocol):
 
     def first_pass(self, ctx: DraftContext) -> None:
         """Run over the step's own tokens, before `propose`; what it leaves lies in fixed buffers.
+
+        It runs in every step, also where none is to be drafted and `propose` is not called: the
+        drafter's KV stays that of the committed text.
 
         `positions`, `input_ids`, `query_start_loc`, `seq_lens` and `hidden_states` are read here
         alone. A step that also runs prompt tokens is ragged, so there this method runs eager, while

@@ -59,6 +59,9 @@ _ENTRY_POINT_GROUPS = {
 }
 
 
+_MAX_SHOWN = 8  # plug-ins of others that a refusal lists
+
+
 @dataclass(frozen=True)
 class PluginEntry:
     """A registered plug-in: its class and the dataclass of its configuration."""
@@ -153,7 +156,10 @@ def resolve(kind: str, name: str) -> PluginEntry:
         names = known_names(kind)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names) or 'none'}")
+        ours = [known for known in names if known in _BUILTIN[kind]]
+        others = [known for known in names if known not in _BUILTIN[kind]]
+        shown = [*ours, *others[:_MAX_SHOWN], *(["..."] if len(others) > _MAX_SHOWN else [])]
+        raise ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(shown) or 'none'}")
     return entry
 
 

@@ -1,5 +1,6 @@
 """Drafters that break one rule each, beside the sound ones that they are made of."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from specdec.protocols import (
     DraftBuffers,
     DraftContext,
     DrafterCapabilities,
+    HostRequest,
+    HostRow,
     StateView,
     TargetView,
 )
@@ -162,6 +165,66 @@ class TakesChunkForPrompt(SoundCounter):
         return torch.where(ctx.is_verify > 0, super().count(ctx), ctx.query_lens)
 
 
+@register_drafter("broken_counts_proposals", DrafterConfig)
+class CountsProposals(SoundCounter):
+    """Counts on from what it knew when it last proposed, as if it were asked in every step."""
+
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Make the counts."""
+        super().bind(state, buffers)
+        self._counts = torch.zeros(len(state.total_len), dtype=torch.int32)
+
+    def count(self, ctx: DraftContext) -> Tensor:
+        """Add what this step committed; a prompt is counted as it is."""
+        grown = self._counts[rows_of(ctx)] + ctx.num_sampled
+        counts = torch.where(ctx.is_verify > 0, grown, super().count(ctx))
+        scatter_rows(self._counts, ctx.idx_mapping, counts)
+        return counts
+
+
+# --- a drafter on the host ----------------------------------------------------------------------
+
+
+@register_drafter("sound_host", DrafterConfig)
+class SoundHost(DrafterBase):
+    """Repeats the last token, on the host."""
+
+    capabilities = DrafterCapabilities(on_cpu=True)
+
+    def propose(self, ctx: DraftContext) -> None:
+        """Leave the rows as they are."""
+
+    def propose_on_host(self, rows: Sequence[HostRow]) -> list[list[int]]:
+        """Repeat it."""
+        return [[row.request.token_ids[-1]] * row.num_drafts for row in rows]
+
+    def end_request(self, request: HostRequest) -> None:
+        """Keep nothing."""
+
+
+@register_drafter("broken_host_many", DrafterConfig)
+class HostMany(SoundHost):
+    """Returns K drafts, however many can be used."""
+
+    def propose_on_host(self, rows: Sequence[HostRow]) -> list[list[int]]:
+        """Repeat the last token K times."""
+        k = self.buffers.num_speculative_tokens
+        return [[row.request.token_ids[-1]] * k for row in rows]
+
+
+@register_drafter("broken_host_text", DrafterConfig)
+class HostText(SoundHost):
+    """Lays its drafts down in the request's own text."""
+
+    def propose_on_host(self, rows: Sequence[HostRow]) -> list[list[int]]:
+        """Grow the text."""
+        runs = super().propose_on_host(rows)
+        for row, run in zip(rows, runs, strict=True):
+            token_ids: Any = row.request.token_ids
+            token_ids += run
+        return runs
+
+
 # --- a drafter that draws -----------------------------------------------------------------------
 
 
@@ -223,6 +286,57 @@ class OtherLaw(SoundLaw):
     def write_law(self, ctx: DraftContext, logits: Tensor, kind: Tensor) -> None:
         """Flatten it."""
         super().write_law(ctx, 0.3 * logits, kind)
+
+
+@register_drafter("sound_confidence", DrafterConfig)
+class SoundConfidence(SoundLaw):
+    """Tells how probable its drafts are."""
+
+    capabilities = DrafterCapabilities(offers_q=True, offers_confidence=True)
+
+    def write_law(self, ctx: DraftContext, logits: Tensor, kind: Tensor) -> None:
+        """Write the probability of every draft, too."""
+        super().write_law(ctx, logits, kind)
+        if self.buffers.draft_confidence is not None:
+            rows = rows_of(ctx)
+            drafts = self.buffers.draft_tokens[rows, : ctx.num_drafts]
+            self.write_confidence(ctx, logits.softmax(1).gather(1, drafts.clamp(min=0)), logits)
+
+    def write_confidence(self, ctx: DraftContext, values: Tensor, logits: Tensor) -> None:
+        """Write [R, num_drafts] values."""
+        assert self.buffers.draft_confidence is not None
+        table = self.buffers.draft_confidence[:, : ctx.num_drafts]
+        scatter_rows(table, ctx.idx_mapping, values)
+
+
+@register_drafter("broken_confidence_likeliest", DrafterConfig)
+class ConfidenceOfLikeliest(SoundConfidence):
+    """Tells how probable the likeliest token is, whatever was drawn."""
+
+    def write_confidence(self, ctx: DraftContext, values: Tensor, logits: Tensor) -> None:
+        """Write the largest probability."""
+        best = logits.softmax(1).amax(1, keepdim=True).expand_as(values)
+        super().write_confidence(ctx, best, logits)
+
+
+@register_drafter("broken_confidence_first", DrafterConfig)
+class ConfidenceOfFirst(SoundConfidence):
+    """Writes the probability of the first draft alone."""
+
+    def write_confidence(self, ctx: DraftContext, values: Tensor, logits: Tensor) -> None:
+        """Write one column."""
+        assert self.buffers.draft_confidence is not None
+        scatter_rows(self.buffers.draft_confidence[:, :1], ctx.idx_mapping, values[:, :1])
+
+
+@register_drafter("broken_confidence_places", DrafterConfig)
+class ConfidenceByPlace(SoundConfidence):
+    """Writes probabilities by place instead of by row."""
+
+    def write_confidence(self, ctx: DraftContext, values: Tensor, logits: Tensor) -> None:
+        """Write to the first rows."""
+        assert self.buffers.draft_confidence is not None
+        self.buffers.draft_confidence[: len(values), : ctx.num_drafts] = values
 
 
 @register_drafter("broken_target_stream", DrafterConfig)

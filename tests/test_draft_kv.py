@@ -9,6 +9,7 @@ from torch import Tensor
 from runner import draft_inputs
 from specdec import LLM, SamplingParams
 from specdec.request import Request
+from specdec.testing.lengths import RandomLengthConfig
 from tests.models import SIZES, random_prompts, tiny_model, tiny_target
 
 V = 17
@@ -122,11 +123,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
         {"max_num_batched_tokens": 7},
         {"num_kv_blocks": 18, "block_size": 4},
         {"max_num_reqs": 2, "block_size": 3},
+        {"draft_length": RandomLengthConfig(seed=1), "num_kv_blocks": 18, "block_size": 4},
+        {"draft_length": RandomLengthConfig(seed=2, lengths=[0, 3]), "graph_scope": "step"},
     ],
-    ids=["plain", "chunks", "preempted", "rows reused"],
+    ids=["plain", "chunks", "preempted", "rows reused", "lengths change", "0 or K in shapes"],
 )
 def test_kv_is_that_of_the_committed_text(
-    folder: str, options: dict[str, int], sampling: str, verifier: str, params: SamplingParams
+    folder: str, options: dict[str, Any], sampling: str, verifier: str, params: SamplingParams
 ) -> None:
     drafter = {"name": "draft_model", "model": folder, "sampling": sampling}
     llm = LLM(

@@ -179,7 +179,7 @@ def test_leaving_out_a_drawn_draft_for_what_it_is_breaks_the_law(
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_law_holds_while_the_length_changes(folders: dict[str, str], verifier: str) -> None:
-    lengths = {"name": "tests.toy_draft_length:RandomLength", "seed": 3}
+    lengths = {"name": "specdec.testing.lengths:RandomLength", "seed": 3}
     for scope in ("none", "step"):
         options = {"graph_scope": scope, "draft_length": lengths, "max_steps_in_flight": 2}
         if scope == "step":

@@ -9,10 +9,10 @@ from runner.cuda_graphs import GraphKey
 from runner.loader import LoadedTarget
 from specdec import LLM, Engine, SamplingParams
 from specdec.errors import ConfigError
+from specdec.testing.lengths import RandomLengthConfig
 from specdec.trace import StepTrace
 from tests.models import random_prompts, tiny_model, tiny_target
 from tests.schedules import Arrival, draw_schedule, run_schedule
-from tests.toy_draft_length import RandomLengthConfig
 
 K = 3
 SIZES: dict[str, Any] = {
@@ -52,7 +52,7 @@ def autoregressive(target: LoadedTarget, arrivals: list[Arrival]) -> dict[str, l
     return run_schedule(engine, whole).texts()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_text_is_that_of_plain_decoding_while_the_length_changes(
     target: LoadedTarget, seed: int, steps_in_flight: int
@@ -80,6 +80,34 @@ def test_text_is_that_of_plain_decoding_while_the_length_changes(
         num_accepted += sum(output.stats.num_accepted for output in result.outputs.values())
     assert num_preemptions > 0
     assert num_accepted > 0
+
+
+OTHERS: list[Any] = [
+    "suffix",
+    {"name": "layer_skip", "num_layers": 2, "sampling": "gumbel"},
+    {
+        "name": "mixed",
+        "policy": "best",
+        "explore_every": 2,
+        "drafters": ["ngram", {"name": "layer_skip", "num_layers": 2}],
+    },
+    {"name": "mixed", "drafters": ["suffix", {"name": "layer_skip", "num_layers": 2}]},
+]
+
+
+@pytest.mark.parametrize("scope", ["step", "none"])
+@pytest.mark.parametrize("drafter", OTHERS, ids=["suffix", "layers", "best", "host first"])
+def test_drafters_of_every_kind_follow_the_length(
+    target: LoadedTarget, drafter: Any, scope: str
+) -> None:
+    arrivals = draw_schedule(7)
+    expected = autoregressive(target, arrivals)
+    policy = RandomLengthConfig(seed=2, lengths=[0, 1, 3])
+    engine = make_engine(target, drafter, draft_length=policy, **SCOPES[scope])
+    result = run_schedule(engine, arrivals)
+    for request_id, output in result.outputs.items():
+        assert output.token_ids == expected[request_id][: len(output.token_ids)], request_id
+        assert output.finish_reason == "abort" or output.token_ids == expected[request_id]
 
 
 @pytest.mark.parametrize("scope", ["step", "none"])
@@ -231,6 +259,42 @@ def test_wrong_policies_are_refused_in_one_sentence(
     for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scope", ["step", "none"])
+def test_goodput_is_learned_from_the_engines_own_steps(target: LoadedTarget, scope: str) -> None:
+    prompts = random_prompts([9, 3, 7])
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=50) for i in range(3)]
+    trace = StepTrace()
+    options: dict[str, Any] = {"max_model_len": 64, "graph_scope": scope, "device": "cpu"}
+    expected = LLM(target, "none", "sampled_match", **options).generate(prompts, params)
+    policy = {"name": "goodput", "choices": [0, 2, 3], "explore_steps": 2}
+    llm = LLM(
+        target,
+        {"name": "draft_model", "model": "target"},
+        "sampled_match",
+        K,
+        trace=trace,
+        draft_length=policy,
+        **options,
+        graph_num_reqs=[4],
+    )
+    outputs = llm.generate(prompts, params)
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in expected]
+    learned: Any = llm.engine.draft_length
+    steps = trace.steps()
+    assert sum(learned.counts.values()) == len(steps)
+    assert min(learned.counts.values()) >= 3
+    # Costs are those of steps that verified as many as they drafted, and no prompt tokens.
+    pure = steps[(steps["num_verified"] == steps["num_drafted"]) & (steps["num_reqs"] == 3)]
+    measured = learned.goodput(3)
+    assert set(measured) == {0, 2, 3}
+    seconds = pure[pure["num_drafted"] == 0]["step_ms"] / 1e3
+    assert 1 / seconds.max() <= measured[0] <= 1 / seconds.min()
+    # The first draft is accepted as often as the request's statistics say.
+    drafted = sum(out.stats.drafted_per_position[0] for out in outputs)
+    accepted = sum(out.stats.accepted_per_position[0] for out in outputs)
+    assert learned.acceptance()[0] == pytest.approx(accepted / drafted, abs=0.15)
 
 
 def test_without_drafts_there_is_nothing_to_choose(target: LoadedTarget) -> None:

@@ -49,6 +49,7 @@ def save_renumbered(folder: Path, model: Any, target: Any, other: Any) -> str:
     source = torch.tensor([own[t] for t in sorted(theirs, key=theirs.__getitem__)])
     for module in (renumbered.get_input_embeddings(), renumbered.get_output_embeddings()):
         module.weight.data = module.weight.data[source].clone()
+    renumbered.config.vocab_size = len(source)
     renumbered.save_pretrained(folder)
     other.save_pretrained(folder)
     return str(folder)

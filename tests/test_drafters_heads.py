@@ -10,6 +10,7 @@ from torch import Tensor
 from drafters.heads import chain
 from specdec import Engine, SamplingParams
 from specdec.request import Request
+from specdec.testing.lengths import RandomLengthConfig
 from tests.head_cases import CASES, HeadFiles
 from tests.models import random_prompts, tiny_model, tiny_target
 from tests.schedules import Arrival, draw_schedule, run_schedule
@@ -74,7 +75,7 @@ class HeadCheck:
         for cached, fresh in ((runner.draft_kv.keys, keys), (runner.draft_kv.values, values)):
             self.kv_error = max(self.kv_error, relative(cached[0][slots], fresh))
         self.num_kv += 1
-        limit = int(state.draft_limit[row])
+        limit = min(int(state.draft_limit[row]), self.engine.scheduler._last_drafted)
         drafts = state.draft_tokens[row, :limit].tolist()
         if computed < len(text) - 1 or not drafts:
             return
@@ -134,8 +135,13 @@ def test_logits_are_those_of_the_plain_head(
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "EAGLE-3, speculators"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_kv_blocks": 40, "max_num_batched_tokens": 7}, {"graph_scope": "step"}],
-    ids=["plain", "chunks and preemption", "fixed shapes"],
+    [
+        {},
+        {"num_kv_blocks": 40, "max_num_batched_tokens": 7},
+        {"graph_scope": "step"},
+        {"graph_scope": "step", "graph_num_reqs": [4], "draft_length": RandomLengthConfig(seed=1)},
+    ],
+    ids=["plain", "chunks and preemption", "fixed shapes", "lengths change"],
 )
 def test_kv_after_fifty_steps_is_that_of_the_committed_text(
     model: Any, heads: dict[str, HeadFiles], name: str, options: dict[str, Any]

@@ -18,14 +18,22 @@ from drafters.base import DrafterBase, DrafterConfig
 from drafters.ngram import NgramConfig
 from experiments.arms import choose_questions, plan_arms
 from experiments.cli import CONF_DIR, VERSION_BASE, type_words
-from experiments.schemas import RunConfig, fillable, load_config, load_plugin, register_schemas
+from experiments.schemas import (
+    CompareConfig,
+    RunConfig,
+    fillable,
+    load_config,
+    load_plugin,
+    register_schemas,
+)
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.protocols import DraftContext
 from specdec.registry import register_drafter
 from specdec.tracker import CsvConfig, TrackerConfig, WandbConfig
 
-GROUPS = ("target", "drafter", "verifier", "sampling", "prompts", "engine", "tracker")
+GROUPS = ("target", "drafter", "verifier", "draft_length", "sampling", "prompts", "engine")
+GROUPS += ("tracker",)
 PRESETS = ("experiment", "debug")
 # What an option leaves to the user.
 NEEDED = {
@@ -37,6 +45,7 @@ NEEDED = {
     "drafter=record": ["drafter.folder=states"],
     "verifier=plugin": ["verifier.name=greedy"],
     "verifier=synthetic": ["verifier.mean_length=2"],
+    "draft_length=plugin": ["draft_length.name=fixed"],
     "prompts=file": ["prompts.path=questions.jsonl"],
 }
 
@@ -92,6 +101,7 @@ def test_every_group_has_its_default_options() -> None:
         *("drafter=layer_skip", "drafter=medusa", "drafter=block_parallel"),
         *("drafter=suffix", "drafter=mixed"),
         *("verifier=greedy", "verifier=rejection", "verifier=sampled_match", "verifier=block"),
+        *(f"draft_length={name}" for name in ("fixed", "by_batch_size", "confidence", "goodput")),
         *("verifier=coupled", "verifier=typical", "verifier=synthetic"),
         *("sampling=greedy", "sampling=temp08", "prompts=builtin", "prompts=file"),
         *("tracker=wandb", "tracker=csv", "tracker=none"),
@@ -132,6 +142,13 @@ def test_the_command_line_wins_over_a_preset() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (["draft_length=gootput"], ["draft_length=gootput", "'goodput'"]),
+        (["draft_length=goodput", "draft_length.half_live=9"], ["half_live", "'half_life'"]),
+        (["draft_length=confidence", "draft_length.threshold=2"], ["threshold=2"]),
+        (
+            ["compare=[{drafter: ngram, draft_length: {name: goodput, choices: [9]}}]"],
+            ["9 drafts", "num_speculative_tokens=4"],
+        ),
         (["drafter=ngrm"], ["drafter=ngrm", "'ngram'", "draft_model", "oracle"]),
         (["experiment=demoo"], ["experiment=demoo", "'demo'"]),
         (
@@ -288,13 +305,33 @@ def test_arms_whose_difference_is_too_long_are_numbered() -> None:
     texts = [list(range(30)), list(range(31)), list(range(32))]
     config = compose_run("drafter=none")
     config.compare = [
-        type("Entry", (), {"drafter": plugin, "num_speculative_tokens": 2})()
+        CompareConfig(plugin, num_speculative_tokens=2)
         for plugin in (
             load_plugin("drafter", {"name": "oracle", "texts": [text]}, "drafter") for text in texts
         )
     ]
     names = [spec.name for spec in plan_arms(config)]
     assert names == ["none", "oracle K=2", "oracle K=2 #2", "oracle K=2 #3"]
+
+
+def test_arms_may_have_draft_lengths_of_their_own() -> None:
+    config = compose_run(
+        "draft_length=goodput", "draft_length.half_life=9", "num_speculative_tokens=4",
+        "compare=[{drafter: ngram, draft_length: fixed}, {drafter: ngram},"
+        "{drafter: ngram, num_speculative_tokens: 2,"
+        " draft_length: {name: by_batch_size, table: {1: 2, 8: 0}}},"
+        "{drafter: ngram, draft_length: {name: goodput, half_life: 5}}]",
+    )  # fmt: skip
+    specs = plan_arms(config)
+    assert [spec.name for spec in specs] == [
+        "none",
+        "ngram K=4 goodput half_life=9",
+        "ngram K=4",
+        "ngram K=2 by_batch_size",
+        "ngram K=4 goodput half_life=5",
+    ]
+    assert specs[0].draft_length.entry.name == "fixed"
+    assert specs[3].draft_length.spec == {"name": "by_batch_size", "table": {1: 2, 8: 0}}
 
 
 def test_a_fillable_copy_keeps_fields_and_defaults() -> None:

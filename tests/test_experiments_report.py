@@ -48,7 +48,7 @@ def write_run(
         for group, category in enumerate(CATEGORIES * prompts_per_category):
             first, rest = (f"{category}-{group}", category), (k, 1, arm)
             requests.append((*first, step, False, 12, 12, 0, 0, 1, "", *rest))
-            steps.append((step, 1, 12, 12, 1, 0.3, 30.0, 0.2, 0.1, 0.0, 1.4, 32.0, arm))
+            steps.append((step, 1, 12, 12, 1, 0.3, 30.0, 0.2, 0.1, 0.0, 1.4, 32.0, k, k, arm))
             made, wall_s = 1, 0.032
             while made < num_tokens:
                 step += 1
@@ -65,7 +65,7 @@ def write_run(
                     phases = np.array([*[0.0] * 4, phases[:4].sum(), phases[5]])
                 shown = np.where(phases, phases, np.nan) if launches is not None else phases
                 tokens = (k + 1, (k + 1) * (1 if launches is None else 2))
-                steps.append((step, 1, *tokens, kept, *shown, phases.sum(), arm))
+                steps.append((step, 1, *tokens, kept, *shown, phases.sum(), k, k, arm))
                 made, wall_s = made + kept, wall_s + phases.sum() / 1e3
             timings.append((arm, k, group, category, 1, made, wall_s))
             step += 1
@@ -119,10 +119,13 @@ def arm_entry(arm: str, drafter: str, k: int, _: float, status: str) -> dict[str
 
 
 def launching(launches: dict[str, int] | None) -> dict[str, Any]:
+    policy = {"name": "fixed", "counts": {"4": 130}, "why": []}
     if launches is not None:
         capture = {"num_graphs": 5, "seconds": 1.26, "num_bytes": 3 << 19}
-        return {"device": "cuda", "graph_scope": "step", "launches": launches, "capture": capture}
+        own = {"device": "cuda", "graph_scope": "step", "launches": launches, "capture": capture}
+        return own | {"draft_length": policy}
     return {
+        "draft_length": policy,
         "device": "cpu",
         "graph_scope": "none",
         "launches": {"target eager: graph_scope is none": 130},
@@ -279,6 +282,23 @@ def test_page_says_what_was_launched_and_what_ran_eager_and_why(tmp_path: Path) 
     assert times[header.index("target, ms")] == "-"
     assert times[header.index("launch, ms")].endswith("%)")
     assert "nan" not in " ".join(cell for row in page.lines for cell in row)
+
+
+def test_page_tells_how_many_drafts_were_proposed_and_why(tmp_path: Path) -> None:
+    write_run(tmp_path, ARMS[:2], prompts_per_category=1)
+    arms = json.loads((tmp_path / "arms.json").read_text())
+    report.build_report(tmp_path)
+    assert "Drafts of each request" not in (tmp_path / "report.html").read_text()
+    arms[1]["draft_length"] = {
+        "name": "goodput",
+        "counts": {"0": 30, "2": 0, "4": 90},
+        "why": ["acceptance by position: 0.70", "up to 1 requests: 4"],
+    }
+    (tmp_path / "arms.json").write_text(json.dumps(arms))
+    page = Page(report.build_report(tmp_path).read_text())
+    found = [cells for cells in page.lines if "goodput" in cells]
+    why = "acceptance by position: 0.70; up to 1 requests: 4"
+    assert found == [[arms[1]["arm"], "goodput", "0: 30 (25%), 4: 90 (75%)", why]]
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,33 @@ def test_a_run_with_graphs_counts_launches_and_padding(
         assert f"{launches['step']} x step" in caplog.text
 
 
+def test_a_run_tells_how_many_drafts_its_steps_proposed(run: Callable[..., RunResult]) -> None:
+    result = run(
+        "draft_length=goodput",
+        "draft_length.explore_steps=1",
+        "compare=[{drafter: ngram, draft_length: {name: by_batch_size, table: {1: 2, 8: 0}}}]",
+        "batch_size=3",
+        report=True,
+    )
+    arms = json.loads((result.folder / "arms.json").read_text())
+    names = ["none", "ngram K=4 goodput", "ngram K=4 by_batch_size"]
+    assert [arm["arm"] for arm in arms] == names
+    assert {arm["verdict"]["status"] for arm in arms[1:]} == {"equal"}
+    steps = pd.read_parquet(result.folder / "steps.parquet")
+    for arm in arms:
+        own = steps.loc[steps["arm"] == arm["arm"]]
+        policy = arm["draft_length"]
+        found = own["num_drafted"].value_counts().to_dict()
+        assert {int(k): n for k, n in policy["counts"].items() if n} == found
+    assert arms[0]["draft_length"]["counts"].keys() == {"0"}
+    assert arms[1]["draft_length_config"]["explore_steps"] == 1
+    assert len(arms[1]["draft_length"]["counts"]) == 4
+    assert set(steps.loc[steps["arm"] == names[2], "num_drafted"]) == {0, 2}
+    page = result.report.read_text()
+    assert "Drafts of each request" in page
+    assert "up to 1 requests: 2" in page
+
+
 def test_provenance_names_code_and_device_but_no_person_or_machine(
     run: Callable[..., RunResult],
 ) -> None:

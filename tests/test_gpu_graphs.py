@@ -102,6 +102,26 @@ def test_text_does_not_depend_on_the_drafter_under_random_schedules(target: Load
                 assert text == expected[name], (drafter, name)
 
 
+def test_text_stays_while_the_draft_length_changes_between_replays(target: LoadedTarget) -> None:
+    arrivals = draw_schedule(5, num_requests=12, max_tokens=40)
+    whole = [Arrival(a.step, a.prompt, a.params, None) for a in arrivals]
+    plain = make_engine(target, "none", num_kv_blocks=400, graph_scope="none")
+    expected = run_schedule(plain, whole).texts()
+    policies: list[Any] = [
+        {"name": "specdec.testing.lengths:RandomLength", "lengths": [0, 1, 4]},
+        {"name": "goodput", "choices": [0, 2, 4], "explore_steps": 1},
+        {"name": "confidence", "threshold": 0.2},
+    ]
+    for drafter in DRAFTERS[1:3]:
+        for policy in policies[: 2 if drafter == "ngram" else 3]:
+            engine = make_engine(target, drafter, graph_scope="step", draft_length=policy)
+            result = run_schedule(engine, arrivals)
+            for name, out in result.outputs.items():
+                assert out.token_ids == expected[name][: len(out.token_ids)], (policy, name)
+            assert engine.runner.graphs.launches["step"] > 10
+            assert not any("unlike" in what for what in engine.runner.graphs.launches)
+
+
 def test_cpu_state_overwritten_after_each_enqueue_changes_nothing(target: LoadedTarget) -> None:
     arrivals = draw_schedule(3, num_requests=14)
     synchronous = make_engine(target, "ngram", max_steps_in_flight=1)

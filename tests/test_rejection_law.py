@@ -10,12 +10,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from sampler.gumbel import gumbel_sample, gumbel_sample_ref
 from sampler.noise import STREAM_DRAFT, STREAM_TARGET, mix_seed
 from sampler.verify.judge import Judgement
 from sampler.verify.rejection import RejectionVerifier
+from sampler.verify.residual import draw_runs
 from specdec.protocols import VerifyInputs, VerifyOutputs
 from tests.law_cases import (
     CASES,
@@ -88,9 +88,8 @@ def test_one_hot_draft_is_accepted_as_often_as_the_target_draws_it() -> None:
 class ResidualFromTarget(RejectionVerifier):
     """After a rejection the token is drawn from the target instead of the residual."""
 
-    def _next_tokens(self, inputs: VerifyInputs, judgement: Judgement) -> Tensor:
-        without = torch.full_like(inputs.draft_tokens, -1)
-        return super()._next_tokens(dataclasses.replace(inputs, draft_tokens=without), judgement)
+    def _draw(self, inputs: VerifyInputs, judgement: Judgement) -> VerifyOutputs:
+        return draw_runs(inputs, judgement, self.residual_stream, refuses=False)
 
 
 class ResidualSharesDraftNoise(RejectionVerifier):
@@ -125,9 +124,9 @@ class OneAcceptanceForAllPositions(RejectionVerifier):
 class OneResidualForAllPositions(RejectionVerifier):
     """Noise of drawn tokens does not know the position."""
 
-    def _next_tokens(self, inputs: VerifyInputs, judgement: Judgement) -> Tensor:
+    def _draw(self, inputs: VerifyInputs, judgement: Judgement) -> VerifyOutputs:
         fixed = torch.zeros_like(inputs.draw_positions)
-        return super()._next_tokens(dataclasses.replace(inputs, draw_positions=fixed), judgement)
+        return super()._draw(dataclasses.replace(inputs, draw_positions=fixed), judgement)
 
 
 BUGS = [

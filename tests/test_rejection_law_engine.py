@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import DrafterBase, DrafterConfig
-from drafters.draft_model import DraftModelDrafter
+from drafters.draft_sampling import DraftSampler
 from runner.rows import scatter_rows
 from sampler.verify.rejection import RejectionConfig
 from specdec import LLM, DrafterCapabilities, SamplingParams, register_drafter, register_verifier
@@ -231,13 +231,13 @@ def test_accepting_every_draft_breaks_the_law(folders: dict[str, str]) -> None:
 def test_draft_law_of_another_temperature_breaks_the_law(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = DraftModelDrafter._sample
+    right = DraftSampler.choose
 
-    def unscaled(self: Any, ctx: DraftContext, logits: Tensor, *rest: Any) -> Tensor:
-        token = right(self, ctx, logits, *rest)
-        self.buffers.draft_logits[ctx.idx_mapping.long(), rest[-1]] = logits
+    def unscaled(self: Any, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        token = right(self, ctx, logits, index)
+        self._buffers.draft_logits[ctx.idx_mapping.long(), index] = logits
         return token
 
-    monkeypatch.setattr(DraftModelDrafter, "_sample", unscaled)
+    monkeypatch.setattr(DraftSampler, "choose", unscaled)
     result, _ = law_test(draft_model(folders["other"]), COLD)
     assert not result.passes, result

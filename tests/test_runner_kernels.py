@@ -175,7 +175,7 @@ def test_limit_drafts_equals_its_twin(device: torch.device, sizes: StepSizes) ->
     before, twin_state = clone_state(case.state), clone_state(case.state)
     batch = case.buffers().batch(case.plan)
     num_drafts, twin_drafts = _poisoned_counts(batch), _poisoned_counts(batch)
-    most = len(case.rows) % (sizes.num_drafts + 1)  # a step may propose fewer than K
+    most = len(case.rows) % (sizes.num_speculative_tokens + 1)  # a step may propose fewer than K
     limit_drafts(batch, case.state, num_drafts, most)
     limit_drafts_ref(batch, twin_state, twin_drafts, most)
     assert_same(state_tensors(case.state), state_tensors(twin_state))

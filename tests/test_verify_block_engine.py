@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import DrafterBase, DrafterConfig
-from drafters.draft_model import DraftModelDrafter
+from drafters.draft_sampling import DraftSampler
 from runner.rows import scatter_rows
 from sampler.noise import STREAM_DRAFT, STREAM_TARGET, mix_epoch, mix_seed, noise_key, noise_uniform
 from sampler.sampler import Sampler
@@ -83,14 +83,14 @@ def test_drafts_of_a_law_of_their_own_leave_the_law_untouched(
 def test_draft_law_that_is_not_truncated_breaks_the_law(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = DraftModelDrafter._sample
+    right = DraftSampler.choose
 
-    def whole(self: Any, ctx: DraftContext, logits: Tensor, *rest: Any) -> Tensor:
-        token = right(self, ctx, logits, *rest)
-        self.buffers.draft_logits[ctx.idx_mapping.long(), rest[-1]] = logits
+    def whole(self: Any, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        token = right(self, ctx, logits, index)
+        self._buffers.draft_logits[ctx.idx_mapping.long(), index] = logits
         return token
 
-    monkeypatch.setattr(DraftModelDrafter, "_sample", whole)
+    monkeypatch.setattr(DraftSampler, "choose", whole)
     result, _ = law_test({**draft_model(folders["other"]), "top_k": 1}, PLAIN, "block")
     assert not result.passes, result
 

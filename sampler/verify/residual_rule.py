@@ -21,8 +21,12 @@ class ResidualRule(VerifierBase):
         # With one line a place there is no draft to judge, and each line draws from the target.
         if inputs.all_greedy or inputs.max_num_logits == 1:
             return match_draws(inputs)
-        return draw_runs(inputs, self._judge(inputs), self.residual_stream)
+        return self._draw(inputs, self._judge(inputs))
 
     def _judge(self, inputs: VerifyInputs) -> Any:
         """Return the judgement of each line: whether its draft stays, and what residuals need."""
         raise NotImplementedError(f"{type(self).__name__} does not say which drafts stay")
+
+    def _draw(self, inputs: VerifyInputs, judgement: Any) -> VerifyOutputs:
+        """Lay out what stays, and draw the token behind it."""
+        return draw_runs(inputs, judgement, self.residual_stream)

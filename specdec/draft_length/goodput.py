@@ -33,6 +33,7 @@ _OUTLIER, _PERSISTENT = 3.0, 3
 # Steps that a choice is tried for at most, as a multiple of those that have to be measured: where
 # prompts run in every step none may ever be.
 _PATIENCE = 4
+_JUDGE_EVERY = 8  # steps that a choice is kept for before it is weighed again
 
 
 @dataclass
@@ -112,6 +113,7 @@ class GoodputLength(DraftLengthBase):
         self._costs: dict[tuple[int, int], _Cost] = {}  # by batch size and length
         self._tried: dict[tuple[int, int], int] = {}  # steps spent on measuring
         self._best: dict[int, int] = {}  # by batch size
+        self._steps_to_judge: dict[int, int] = {}  # likewise
         self._steps_to_probe = config.probe_every
         self._probe: tuple[int, int, int] | None = None  # batch size, length, steps left
         self._num_probes = 0
@@ -136,10 +138,11 @@ class GoodputLength(DraftLengthBase):
         planned, sampled = outcome.num_verified, outcome.num_sampled
         self._reached *= self._decay
         self._accepted *= self._decay
-        accepted = np.minimum(sampled - 1, planned)
-        for position in range(planned):
-            self._reached[position] += np.count_nonzero(accepted >= position)
-            self._accepted[position] += np.count_nonzero(accepted > position)
+        # at_least[i]: verifications that accepted i drafts or more.
+        counts = np.bincount(np.clip(sampled - 1, 0, planned), minlength=planned + 1)
+        at_least = counts[::-1].cumsum()[::-1]
+        self._reached[:planned] += at_least[:-1]
+        self._accepted[:planned] += at_least[1:]
         if outcome.only_verifies and planned == outcome.num_drafted:
             key = _bucket(outcome.num_reqs), planned
             self._costs.setdefault(key, _Cost()).add(outcome.seconds, self._decay)
@@ -204,6 +207,10 @@ class GoodputLength(DraftLengthBase):
         return length
 
     def _take_best(self, size: int) -> int:
+        left = self._steps_to_judge.get(size, 0)
+        if left > 0:
+            self._steps_to_judge[size] = left - 1
+            return self._best[size]
         goodput = self.goodput(size)
         if not goodput:
             return self._choices[-1]
@@ -211,7 +218,7 @@ class GoodputLength(DraftLengthBase):
         present = self._best.get(size)
         if present is not None and goodput[best] < goodput[present] * (1 + self.config.min_gain):
             best = present
-        self._best[size] = best
+        self._best[size], self._steps_to_judge[size] = best, _JUDGE_EVERY - 1
         return best
 
 

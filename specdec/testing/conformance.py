@@ -1,7 +1,7 @@
 """The rules, a run of them all, and the class that makes each of them a test."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,10 +14,11 @@ from specdec.testing import (
     rules_graph,
     rules_history,
     rules_law,
+    rules_lengths,
     rules_texts,
 )
 from specdec.testing.rule import NotApplicable, Rule, RuleBroken
-from specdec.testing.subject import DrafterSpec, Subject
+from specdec.testing.subject import DrafterSpec, Subject, TargetSpec
 
 RULES = (
     Rule(
@@ -61,9 +62,24 @@ RULES = (
         rules_contract.check_host_reads,
     ),
     Rule(
+        "host_drafts",
+        "on the host, as many drafts as asked for are returned, and no text is changed",
+        rules_contract.check_host_drafts,
+    ),
+    Rule(
         "graph_replay",
         "captured calls on changed inputs propose what their eager twins do",
         rules_graph.check_graph_replay,
+    ),
+    Rule(
+        "num_drafts",
+        "a step that asks for fewer drafts, or for none, gets no more and spoils no later one",
+        rules_lengths.check_num_drafts,
+    ),
+    Rule(
+        "confidence",
+        "each draft has its probability, and texts do not change where drafts end by it",
+        rules_lengths.check_confidence,
     ),
     Rule("noise", "drafts are drawn through ctx.noise alone", rules_contract.check_noise),
     Rule(
@@ -93,7 +109,7 @@ RULES = (
     ),
     Rule(
         "draft_kv",
-        "the drafter's KV after n steps of random acceptance is that of a fresh pass",
+        "the drafter's KV after n steps of random lengths and acceptance is that of a fresh pass",
         rules_history.check_draft_kv,
         slow=True,
     ),
@@ -146,11 +162,24 @@ def describe(rule: Rule, error: Exception) -> str:
     return f"rule {rule.name!r} is broken ({rule.proves}): {found}"
 
 
-def conformance_cases(rules: Sequence[Rule] = RULES) -> list[Any]:
-    """Return the rules as parameters of a test, slow ones marked `slow`."""
+def conformance_cases(
+    rules: Sequence[Rule] = RULES, quick: Collection[str] | None = None
+) -> list[Any]:
+    """Return the rules as parameters of a test, slow ones marked `slow`.
+
+    Args:
+        rules: which.
+        quick: names of those that stay unmarked; None leaves it to the rules.
+    """
+    unknown = sorted(set(quick or ()) - {rule.name for rule in rules})
+    if unknown:
+        raise ConfigError(
+            f"quick names a rule {unknown[0]!r}; known: {', '.join(rule.name for rule in rules)}"
+        )
+    marks = [rule.slow if quick is None else rule.name not in quick for rule in rules]
     return [
-        pytest.param(rule, id=rule.name, marks=[pytest.mark.slow] if rule.slow else [])
-        for rule in rules
+        pytest.param(rule, id=rule.name, marks=[pytest.mark.slow] if slow else [])
+        for rule, slow in zip(rules, marks, strict=True)
     ]
 
 
@@ -162,13 +191,17 @@ class DrafterConformance:
             loaded target and returns one of these. None takes the option `--drafter`.
         num_speculative_tokens: K.
         device: "cpu" or "cuda". None takes the option `--drafter-device`, or "cpu".
-        target: None for the kit's own tiny one, or a folder or hub id that is run in float32.
+        target: None for the kit's own tiny one; a folder or hub id that is run in float32; or a
+            static method that is given the device and returns a loaded one.
+        quick: names of the rules whose tests are not marked `slow`; None leaves out those alone
+            that take seconds for any drafter.
     """
 
     drafter: ClassVar[DrafterSpec | None] = None
     num_speculative_tokens: ClassVar[int] = 3
     device: ClassVar[str | None] = None
-    target: ClassVar[str | None] = None
+    target: ClassVar[TargetSpec | None] = None
+    quick: ClassVar[Collection[str] | None] = None
 
     @pytest.fixture
     def subject(self, request: pytest.FixtureRequest) -> Subject:
@@ -189,7 +222,10 @@ class DrafterConformance:
         kept[cls] = Subject(drafter, cls.num_speculative_tokens, device, cls.target)
         return kept[cls]
 
-    @pytest.mark.parametrize("rule", conformance_cases())
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test of each rule; pytest calls this for every class."""
+        metafunc.parametrize("rule", conformance_cases(quick=type(self).quick))
+
     def test_rule(self, rule: Rule, subject: Subject) -> None:
         """Check one rule."""
         (finding,) = run_conformance(subject, [rule])

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec.engine import Engine
-from specdec.protocols import DRAFT_KIND_WITH_Q
+from specdec.protocols import DRAFT_KIND_ONE_HOT, DRAFT_KIND_WITH_Q, HostRow
 from specdec.request import Request
 from specdec.testing.rule import RuleBroken
 from specdec.testing.subject import Subject
@@ -111,7 +111,10 @@ def play(
         record: keep what was proposed; it reads the device after each step.
         after_step: called with the index of each step.
     """
-    result, waiting, aborts, step = Play(), list(enumerate(arrivals)), dict[str, int](), 0
+    result = Play()
+    if record:
+        take_host_proposals(engine, arrivals, result)
+    waiting, aborts, step = list(enumerate(arrivals)), dict[str, int](), 0
     while waiting or engine.has_requests:
         while waiting and waiting[0][1].step <= step:
             index, arrival = waiting.pop(0)
@@ -156,6 +159,28 @@ def take_proposals(engine: Engine, arrivals: Sequence[Arrival], into: Play) -> N
         arrival = arrivals[int(request.request_id)]
         proposal = Proposal(arrival, tokens, valid, kinds[row], logits, row)
         into.proposals[request.request_id, length] = proposal
+
+
+def take_host_proposals(engine: Engine, arrivals: Sequence[Arrival], into: Play) -> None:
+    """Keep what a drafter on the host proposes: it stands for what the device left in the row."""
+    if not engine.drafter.capabilities.on_cpu:
+        return
+    drafter: Any = engine.drafter
+    inner = drafter.propose_on_host
+
+    def propose_on_host(rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
+        runs = inner(rows)
+        for row, run in zip(rows, runs, strict=True):
+            drafts = [*run[: row.num_drafts], -1]
+            valid = tuple(drafts[: drafts.index(-1)])
+            if valid:
+                name, tokens = row.request.request_id, tuple(row.request.token_ids)
+                into.proposals[name, len(tokens)] = Proposal(
+                    arrivals[int(name)], tokens, valid, DRAFT_KIND_ONE_HOT, None, row.row
+                )
+        return runs
+
+    drafter.propose_on_host = propose_on_host
 
 
 def autoregressive(subject: Subject, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
@@ -205,6 +230,9 @@ def resume(engine: Engine, proposals: Sequence[Proposal]) -> Play:
         request: Request = engine.scheduler.waiting[-1]
         request.token_ids += proposal.token_ids[len(prompt) : -1]
     result = Play()
+    take_host_proposals(engine, arrivals, result)
     engine.step()
     take_proposals(engine, arrivals, result)
+    if engine.drafter.capabilities.on_cpu:
+        engine.step()  # it is asked before the step that judges
     return result

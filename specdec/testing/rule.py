@@ -52,10 +52,3 @@ def require_drafts(subject: Subject) -> None:
     """Leave a rule about drafts aside for a drafter that declares to have none."""
     if subject.never_drafts:
         raise NotApplicable("declared never_drafts=True")
-
-
-def require_device_calls(subject: Subject) -> None:
-    """Leave a rule about the calls of a step aside for a drafter that is given token lists."""
-    require_drafts(subject)
-    if subject.capabilities.on_cpu:
-        raise NotApplicable("declared on_cpu=True: it sees token lists, one step late")

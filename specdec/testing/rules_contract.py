@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,11 @@ from specdec.protocols import (
     DRAFT_KIND_NONE,
     DRAFT_KIND_ONE_HOT,
     DRAFT_KIND_WITH_Q,
+    HostRow,
     Noise,
 )
 from specdec.testing.play import Play, draw_arrivals, play, same_arrivals
-from specdec.testing.rule import NotApplicable, require, require_device_calls
+from specdec.testing.rule import NotApplicable, require, require_drafts
 from specdec.testing.subject import Subject
 from specdec.testing.watch import (
     GuardedBuffers,
@@ -36,16 +37,12 @@ from specdec.testing.watch import (
 
 def check_bounds(subject: Subject) -> str | None:
     """Check that nothing outside the step's rows and columns is written."""
-    require_device_calls(subject)
-    engine = subject.engine("random")
-    guard, calls = GuardedBuffers(engine), 0
+    require_drafts(subject)
+    engine = subject.engine("random", **subject.with_confidence(0.0))
+    guard = GuardedBuffers(engine)
 
     @contextmanager
     def around(name: str, ctx: Any) -> Iterator[Any]:
-        nonlocal calls
-        calls += 1
-        if name == "propose" and calls % 4 == 0 and ctx.num_drafts > 1:
-            ctx = dataclasses.replace(ctx, num_drafts=ctx.num_drafts - 1)
         before = {key: t.clone() for key, t in _buffers(engine).items()}
         yield ctx
         _check_writes(engine, name, ctx, before)
@@ -53,7 +50,7 @@ def check_bounds(subject: Subject) -> str | None:
         require(
             spoilt is None,
             f"{name}() wrote before or behind {spoilt}",
-            "mask every store by the buffer's shape and by ctx.num_drafts",
+            "mask every store by the buffer's shape",
         )
 
     watch(engine, around)
@@ -75,6 +72,8 @@ def _buffers(engine: Engine) -> dict[str, Tensor]:
     found = {"draft_tokens": runner.state.draft_tokens, "draft_kind": runner.state.draft_kind}
     if runner.draft_logits is not None:
         found["draft_logits"] = runner.draft_logits
+    if runner.draft_confidence is not None:
+        found["draft_confidence"] = runner.draft_confidence
     if runner.draft_kv is not None:
         cells = runner.draft_kv.num_blocks * engine.config.block_size
         for i, (keys, values) in enumerate(
@@ -105,18 +104,11 @@ def _check_writes(engine: Engine, name: str, ctx: Any, before: dict[str, Tensor]
             f"{name}() wrote {key} of {what}",
             "write through ctx.idx_mapping, and KV through the row's block table alone",
         )
-    if name == "propose":
-        columns = slice(ctx.num_drafts, None)
-        require(
-            same(state.draft_tokens[own, columns], before["draft_tokens"][own, columns]),
-            f"propose() wrote draft_tokens behind column {ctx.num_drafts}",
-            "fill draft_tokens[row, :ctx.num_drafts]: ctx.num_drafts may be less than K",
-        )
 
 
 def check_read_only(subject: Subject) -> str | None:
     """Check that the state, the contexts and the target's KV are as they were after each call."""
-    require_device_calls(subject)
+    require_drafts(subject)
     engine = subject.engine("random", num_kv_blocks=40)
 
     @contextmanager
@@ -139,7 +131,7 @@ def check_read_only(subject: Subject) -> str | None:
 
 def check_host_reads(subject: Subject) -> str | None:
     """Check that no call reads a value on the host, nor takes a shape from one."""
-    require_device_calls(subject)
+    require_drafts(subject)
     if not subject.capabilities.graph_safe:
         raise NotApplicable("declared graph_safe=False: it runs eager, outside of the graph")
     engine = subject.engine("random")
@@ -154,9 +146,46 @@ def check_host_reads(subject: Subject) -> str | None:
     return None
 
 
+def check_host_drafts(subject: Subject) -> str | None:
+    """Check that a drafter on the host keeps to what it is asked for, and changes no text."""
+    require_drafts(subject)
+    if not subject.capabilities.on_cpu:
+        raise NotApplicable("declared on_cpu=False: it proposes on the device")
+    engine = subject.engine("random", num_kv_blocks=18)
+    drafter: Any = engine.drafter
+    inner = drafter.propose_on_host
+
+    def propose_on_host(rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
+        before = [list(row.request.token_ids) for row in rows]
+        runs = inner(rows)
+        changed = [list(row.request.token_ids) for row in rows] != before
+        require(
+            not changed,
+            "propose_on_host() changed the token ids of a request",
+            "read request.token_ids, and copy what is to be changed",
+        )
+        require(
+            len(runs) == len(rows),
+            f"propose_on_host() returned {len(runs)} runs for {len(rows)} rows",
+            "return a run for each row, an empty one where there is no draft",
+        )
+        many = [row for row, run in zip(rows, runs, strict=True) if len(run) > row.num_drafts]
+        require(
+            not many,
+            f"propose_on_host() returned more than the {many[0].num_drafts if many else 0} drafts "
+            f"that a row can use",
+            "return at most row.num_drafts drafts: it may be less than K",
+        )
+        return runs
+
+    drafter.propose_on_host = propose_on_host
+    play(engine, draw_arrivals(subject, 8))
+    return None
+
+
 def check_kinds(subject: Subject) -> str | None:
     """Check kinds, and that a law was written for each draft that claims to have one."""
-    require_device_calls(subject)
+    require_drafts(subject)
     engine, with_q = subject.engine("random", max_num_reqs=2), 0
     logits = engine.runner.draft_logits
 
@@ -222,7 +251,7 @@ def _check_kinds(engine: Engine, ctx: Any) -> int:
 
 def check_noise(subject: Subject) -> str | None:
     """Check that randomness comes through ctx.noise, and no other way."""
-    require_device_calls(subject)
+    require_drafts(subject)
     plain = _play_with_noise(subject, seed=71, salt=0)
     reseeded = _play_with_noise(subject, seed=72, salt=0)
     keys = plain.proposals.keys() & reseeded.proposals.keys()

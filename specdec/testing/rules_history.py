@@ -42,7 +42,7 @@ def check_committed_text(subject: Subject) -> str | None:
         "read num_rejected: keep nothing that a rejected draft left, and recompute what was kept "
         "for the positions that the step committed, in first_pass() or at the start of propose()"
     )
-    _check_against_scratch(subject, result, "random", "after rejected drafts", fix)
+    check_against_scratch(subject, result, "random", "after rejected drafts", fix)
     return None if result.num_drafts else _NO_DRAFTS
 
 
@@ -88,7 +88,7 @@ def check_preemption(subject: Subject) -> str | None:
 
 
 def check_draft_kv(subject: Subject) -> str | None:
-    """Check the drafter's own KV during 50 steps of random acceptance against a fresh pass."""
+    """Check the drafter's own KV while runs are of random lengths and accepted at random."""
     require_drafts(subject)
     if subject.capabilities.kv is None:
         raise NotApplicable("declared kv=None")
@@ -96,7 +96,9 @@ def check_draft_kv(subject: Subject) -> str | None:
     arrivals = same_arrivals(subject, 59, 3, temperature=0.7, max_tokens=60 * (k + 1))
     longest = 24 + 60 * (k + 1)
     options = {"max_model_len": min(longest, 480), "num_kv_blocks": 400}
-    engine, seen, compared = subject.engine("random", **options), Play(), 0
+    lengths = subject.random_lengths(seed=2)
+    engine = subject.engine("random", draft_length=lengths, **options)
+    seen, compared = Play(), 0
 
     def compare(step: int) -> None:
         nonlocal compared
@@ -130,11 +132,12 @@ def _check_kv(
         wrong = (~(error <= allowed)).nonzero()[:, 0].tolist()
         require(
             not wrong,
-            f"after {step} steps of random acceptance the draft KV of {len(wrong)} of "
+            f"after {step} steps of random lengths and acceptance the draft KV of {len(wrong)} of "
             f"{num_positions} positions is not that of the committed text, the first at position "
             f"{wrong[0] if wrong else 0}",
-            "run the first pass over every position that the step committed "
-            "(runner.draft_inputs.first_pass_inputs): KV of rejected drafts has to be written over",
+            "run the first pass over every position that the step committed, also where it asks "
+            "for no drafts (runner.draft_inputs.first_pass_inputs): KV of rejected drafts has to "
+            "be written over",
         )
     return len(running)
 
@@ -175,7 +178,7 @@ def _check_run(
         return "texts alone: declared never_drafts=True"
     if subject.capabilities.uses_history:
         return _TEXTS_ALONE
-    _check_against_scratch(subject, result, "sampled_match", where, fix)
+    check_against_scratch(subject, result, "sampled_match", where, fix)
     return None if result.num_drafts else _NO_DRAFTS
 
 
@@ -192,7 +195,7 @@ def _scratch_engine(
     return subject.engine(verifier, **{**options, **sizes})
 
 
-def _check_against_scratch(
+def check_against_scratch(
     subject: Subject, result: Play, verifier: str, where: str, fix: str
 ) -> None:
     """Compare what was proposed with what is proposed for the same texts from scratch.

@@ -122,6 +122,17 @@ def check_statistics(subject: Subject) -> str | None:
         "write token ids to self.buffers.draft_tokens[row, :ctx.num_drafts] in propose(); a "
         "drafter that knows certain texts alone is to be given those of the kit's target",
     )
+    check_counts(result, texts)
+    _check_ids(subject, result)
+    return None
+
+
+def check_counts(result: Play, texts: dict[str, list[int]]) -> None:
+    """Hold what was counted of every request to what was proposed for it, and to its whole text.
+
+    Raises:
+        RuleBroken: they differ.
+    """
     for name, output in result.outputs.items():
         drafted, accepted = _count(result, name, texts[name])
         stats = output.stats
@@ -137,8 +148,6 @@ def check_statistics(subject: Subject) -> str | None:
             f"with {stats.num_accepted} accepted drafts",
             "do not change num_sampled or num_rejected: the contexts are read-only",
         )
-    _check_ids(subject, result)
-    return None
 
 
 def _count(result: Play, name: str, text: list[int]) -> tuple[int, int]:

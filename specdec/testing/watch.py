@@ -72,6 +72,9 @@ class GuardedBuffers:
         if runner.draft_logits is not None:
             runner.draft_logits = self._guard("draft_logits", runner.draft_logits)
             runner._step._draft_logits = runner.draft_logits
+        if runner.draft_confidence is not None:
+            runner.draft_confidence = self._guard("draft_confidence", runner.draft_confidence)
+            runner._step.confidence = runner.draft_confidence, runner._step.confidence[1]
         # A row that never took part holds poison: a write to it shows.
         state.draft_tokens.fill_(POISON)
         runner._bind_drafter()

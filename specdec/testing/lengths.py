@@ -1,4 +1,4 @@
-"""A policy of the draft length without any reason, for tests of what must not depend on it."""
+"""A policy of the draft length without any reason: nothing but speed may depend on a length."""
 
 from dataclasses import dataclass, field
 
