@@ -46,10 +46,11 @@ def test_rows_of_a_packed_head_are_those_of_its_weight(model: Any) -> None:
     torch.testing.assert_close(head(x), own.compute_logits(x)[:, IDS], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("scope", ["none", "step"])
 @pytest.mark.parametrize("sampling", ["argmax", "gumbel"])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole vocabulary", "part"])
 def test_layers_of_the_target_draft_what_it_writes(
-    model: Any, tmp_path: Path, ids: torch.Tensor | None, sampling: str
+    model: Any, tmp_path: Path, ids: torch.Tensor | None, sampling: str, scope: str
 ) -> None:
     folder = save_layers(model, tmp_path, ids)
     assert shares_embedding(folder)
@@ -58,7 +59,7 @@ def test_layers_of_the_target_draft_what_it_writes(
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     options: dict[str, Any] = {"max_num_reqs": 3, "max_model_len": 64}
     plain = LLM(tiny_target(model), "none", "greedy", **options).generate(prompts, params)
-    llm = LLM(tiny_target(model), spec, "rejection", K, **options)
+    llm = LLM(tiny_target(model), spec, "rejection", K, graph_scope=scope, **options)
     own = llm.generate(prompts, params)
     assert [out.token_ids for out in own] == [out.token_ids for out in plain]
     known = set(IDS.tolist()) if ids is not None else set(range(VOCAB_SIZE))

@@ -68,6 +68,11 @@ class EvalConfig:
             )
 
 
+def quick_eval() -> EvalConfig:
+    """Return a measurement that is short enough for the middle of a training run."""
+    return EvalConfig(max_prompts=64, max_prompt_len=512, graph_scope="none")
+
+
 @dataclass
 class FitConfig:
     """What is trained, on what, and for how long.
@@ -148,7 +153,7 @@ class FitConfig:
     save_dtype: str = "bfloat16"
     resume: bool = True
     seed: int = 0
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    eval: EvalConfig = field(default_factory=quick_eval)
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -49,9 +49,11 @@ class PaddedBatch:
         return moved.flatten()
 
     def to(self, device: torch.device) -> "PaddedBatch":
-        """Return the batch on a device."""
-        parts = {name: part.to(device, non_blocking=True) for name, part in vars(self).items()}
-        return PaddedBatch(**parts)
+        """Return the batch on a device; the host does not wait for what runs there."""
+        parts = dict(vars(self))
+        if device.type == "cuda":
+            parts = {name: part.pin_memory() for name, part in parts.items()}
+        return PaddedBatch(**{k: part.to(device, non_blocking=True) for k, part in parts.items()})
 
 
 def pad_batch(batch: TokenBatch, learn_prompts: bool = False) -> PaddedBatch:
