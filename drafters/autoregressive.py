@@ -72,7 +72,7 @@ class AutoregressiveDrafter(DrafterBase):
         hidden = self._hidden[: ctx.num_reqs]
         drafts: list[Tensor] = []
         for i in range(ctx.num_drafts):
-            drafts.append(self.sampler.choose(ctx, self.draft_logits(hidden), i))
+            drafts.append(self.choose(ctx, self.draft_logits(hidden), i))
             if i + 1 < ctx.num_drafts:
                 hidden = self._forward(next_pass_inputs(ctx, self._kv, drafts[-1], i + 1))
         self.sampler.write(ctx, drafts)
@@ -80,6 +80,10 @@ class AutoregressiveDrafter(DrafterBase):
     def state_bytes(self) -> int:
         """Return the bytes of the hidden states that wait between the two calls, and of limits."""
         return self._hidden.nbytes + self.sampler.num_bytes
+
+    def choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        """Choose draft `index` of each place, [R] int64, from its logits."""
+        return self.sampler.choose(ctx, logits, index)
 
     def num_logits(self, target: TargetView) -> int:
         """Return how many columns `draft_logits` has: ids behind them are never drafted."""

@@ -4,6 +4,10 @@ Over the target's vocabulary, or, with `cross_vocab`, over the tokens that two v
 the model reads the target's tokens through a map (`runner.vocabulary`), and the law that it drafts
 from is renormalized over the tokens that the target has too.
 
+A folder may leave out embedding and output head, and take the target's, or the head's rows of a
+part of the vocabulary (`runner.shared_model`): it then holds a few layers alone, and its head costs
+less.
+
 Source: Leviathan et al. 2023; Chen et al. 2023. Two vocabularies: Timor et al. 2025, token-level
 intersection.
 """
@@ -15,9 +19,10 @@ from torch import Tensor
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.draft_sampling import DraftSamplingConfig
 from runner.loader import check_same_vocabulary, load_model, load_tokenizer
+from runner.shared_model import load_shared_model, shares_embedding
 from runner.vocabulary import VocabularyMap, map_vocabulary
 from specdec.errors import ConfigError
-from specdec.protocols import TargetView
+from specdec.protocols import DraftContext, TargetView
 from specdec.registry import register_drafter
 
 
@@ -54,16 +59,22 @@ class DraftModelDrafter(AutoregressiveDrafter):
 
     config: DraftModelConfig
     vocabulary_map: VocabularyMap | None = None  # where the model has another tokenizer
+    target_ids: Tensor | None = None  # [V_draft] int64, where the output head has a part of them
 
     def load(self, target: TargetView) -> None:
         """Load the model; check that its tokenizer is the target's, or map one to the other.
 
         Raises:
-            ConfigError: the tokenizers differ and cross_vocab is off, or share too little.
+            ConfigError: the tokenizers differ and cross_vocab is off, or share too little; or the
+                model shares the embedding of another target.
         """
         name = self.config.model
         if name == "target":
             self.use_model(target.model, target)
+            return
+        if shares_embedding(name):
+            model, self.target_ids = load_shared_model(name, target.model)
+            self.use_model(model, target)
             return
         model = load_model(name, target.dtype, target.device)
         if self.config.cross_vocab:
@@ -91,6 +102,10 @@ class DraftModelDrafter(AutoregressiveDrafter):
         if self.vocabulary_map is None:
             return super().draft_logits(hidden)
         return self.vocabulary_map.target_logits(self.model.compute_logits(hidden))
+
+    def choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
+        """Choose draft `index`, where the output head may have a part of the vocabulary."""
+        return self.sampler.choose_among(ctx, logits, index, self.target_ids)
 
     def model_ids(self, input_ids: Tensor) -> Tensor:
         """Return the model's ids for the target's."""

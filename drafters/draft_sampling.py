@@ -121,6 +121,28 @@ class DraftSampler:
             store_confidence(confidence, ctx.idx_mapping, index, logits, drafts)
         return drafts
 
+    def choose_among(
+        self, ctx: DraftContext, logits: Tensor, index: int, target_ids: Tensor | None
+    ) -> Tensor:
+        """Choose draft `index` of each place where only a part of the vocabulary has logits.
+
+        Args:
+            ctx: the step.
+            logits: [R, V_draft].
+            index: which draft of the run.
+            target_ids: [V_draft] int64, the target's id of each column; None: they are the same.
+
+        Returns:
+            Tokens [R] int64, the target's ids.
+        """
+        if target_ids is None:
+            return self.choose(ctx, logits, index)
+        if not self.draws:
+            return target_ids[self.choose(ctx, logits, index)]
+        # Noise and law are over the target's ids: those without logits have no mass.
+        wide = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        return self.choose(ctx, wide.index_copy_(1, target_ids, logits), index)
+
     def _law(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
         """Store and return the law of draft `index`: logits [R, vocab_size] float32."""
         assert self._buffers.draft_logits is not None

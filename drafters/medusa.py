@@ -240,7 +240,10 @@ def _build_head(
 
 
 def save_medusa(
-    path: str | Path, heads: Sequence[MedusaHead], lm_head: Tensor | None = None
+    path: str | Path,
+    heads: Sequence[MedusaHead],
+    lm_head: Tensor | None = None,
+    shares_lm_head: bool = False,
 ) -> None:
     """Save Medusa heads in the layout that vLLM loads; `load_medusa` loads it too.
 
@@ -248,20 +251,20 @@ def save_medusa(
         path: folder, made where it is missing.
         heads: all with as many blocks, and all with or all without a projection of their own.
         lm_head: [V, hidden], the target's projection, for heads that share it: the layout wants it.
+        shares_lm_head: write none all the same; only `load_medusa` loads such a folder.
 
     Raises:
         ConfigError: heads that share a projection, and none is given.
     """
     first = heads[0]
     projection = lm_head if first.projection is None else first.projection.weight
-    if projection is None:
+    if projection is None and not shares_lm_head:
         raise ConfigError(
             "save_medusa: these heads share the target's projection, which the layout stores; "
             "give it as lm_head"
         )
-    vocab_size, hidden_size = projection.shape
     tensors: dict[str, Tensor] = {}
-    if first.projection is None:
+    if first.projection is None and projection is not None:
         tensors[_SHARED_PROJECTION] = projection
     for i, head in enumerate(heads):
         for key, tensor in head.state_dict().items():
@@ -271,9 +274,9 @@ def save_medusa(
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "truncated_vocab_size": vocab_size,
+        "hidden_size": first.blocks[0].in_features,
+        "vocab_size": None if projection is None else len(projection),
+        "truncated_vocab_size": None if projection is None else len(projection),
         "num_heads": len(heads),
         "num_hidden_layers": len(first.blocks),
         "medusa_fc_bias": True,

@@ -19,7 +19,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from experiments.cli import SCHEMA_SUFFIX, hydra_app, unknown_name
 from experiments.provenance import shown_command
 from experiments.schemas import TargetConfig, check_known, register_schemas
+from experiments.training.config import EvalConfig, FitConfig
 from experiments.training.data import DataConfig, run_data
+from experiments.training.eval import run_eval
 from experiments.training.stage import StageRun, typed_config
 from specdec.errors import ConfigError
 from specdec.log import setup_logging
@@ -47,6 +49,8 @@ class TrainConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     data: Any = MISSING
+    fit: Any = MISSING
+    eval: Any = MISSING
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,16 @@ class Stage:
     run: Callable[[Any, StageRun], Mapping[str, Any]]
 
 
+def _run_fit(config: FitConfig, run: StageRun) -> Mapping[str, Any]:
+    from experiments.training.fit import run_fit  # here: the other stages need no accelerate
+
+    return run_fit(config, run)
+
+
 STAGES = {
     "data": Stage(DataConfig, run_data),
+    "fit": Stage(FitConfig, _run_fit),
+    "eval": Stage(EvalConfig, run_eval),
 }
 
 
@@ -100,6 +112,9 @@ def train_task(cfg: DictConfig) -> None:
         first_step = 0
         for name, config in configs.items():
             own = Path(app.dataset) if name == "data" else folder / name
+            if isinstance(config, EvalConfig) and config.fitted is None:
+                here = folder / "fit"
+                config = dataclasses.replace(config, fitted=str(here) if here.is_dir() else "")
             logger.info("stage %s: %s", name, own)
             steps = _Steps(tracker, first_step)
             record = STAGES[name].run(config, StageRun(own, command, steps.log))

@@ -39,15 +39,48 @@ def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def write_head(path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a head's folder, which is made where it is missing."""
+def write_head(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    max_file_bytes: int | None = None,
+) -> None:
+    """Write a head's folder, which is made where it is missing.
+
+    Args:
+        path: folder.
+        config: what config.json is to hold.
+        tensors: by name.
+        max_file_bytes: tensors are spread over files of at most so many bytes of them; None writes
+            one file. A tensor that is larger alone has a file of its own.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     # safetensors refuses views of shared memory, and a head may show one tensor twice.
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(own, folder / "model.safetensors")
+    for old in folder.glob("model*.safetensors"):  # of an earlier save, perhaps in more files
+        old.unlink()
+    files = _spread(own, max_file_bytes)
+    for i, part in enumerate(files, 1):
+        name = "model" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}"
+        file = folder / f"{name}.safetensors"
+        save_file(part, file)
+        file.chmod(0o644)  # the writer makes it private
     text = json.dumps(dict(config), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _spread(tensors: dict[str, Tensor], max_bytes: int | None) -> list[dict[str, Tensor]]:
+    """Divide tensors, in their order, into parts of at most so many bytes."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if max_bytes is not None and parts[-1] and size + tensor.nbytes > max_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    return parts
 
 
 def check_shape(path: str, name: str, tensor: Tensor, wanted: tuple[int, ...], why: str) -> None:

@@ -51,31 +51,20 @@ groups for both arms. Fewer than two units give NaN. The result is that of
 sums per unit all resamples are one matrix product.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-CONFIDENCE = 0.95
-NUM_RESAMPLES = 2000
-BOOTSTRAP_SEED = 20240
+from specdec.intervals import Array, Estimate, estimate, ratio
+
 MIXED = "mixed"  # the category of a group whose prompts have several
 # "launch": device time inside launches that hold several phases; "host": the rest of the step.
 PHASES = ("inputs", "target", "verify", "draft", "launch", "host")
 
-Array = npt.NDArray[np.float64]
 Arm = Mapping[str, Any]  # an entry of a run's arms.json
-
-
-class Estimate(NamedTuple):
-    """A value and its 95 % interval; the bounds are NaN where there are fewer than two units."""
-
-    value: float
-    low: float
-    high: float
 
 
 def accepted_length(requests: pd.DataFrame) -> Estimate:
@@ -96,7 +85,7 @@ def undrafted_share(requests: pd.DataFrame) -> Estimate:
 def tokens_per_s(timings: pd.DataFrame) -> Estimate:
     """Return new tokens per second of wall time, over groups of prompts."""
     sums = _sums(timings, "group", ["num_tokens", "wall_s"])
-    return estimate(sums, lambda s: _ratio(s[:, 0], s[:, 1]))
+    return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
 
 
 def speedup(timings: pd.DataFrame, baseline: pd.DataFrame) -> Estimate:
@@ -110,26 +99,7 @@ def speedup(timings: pd.DataFrame, baseline: pd.DataFrame) -> Estimate:
     own = timings.loc[timings["group"].isin(baseline["group"])]
     other = baseline.loc[baseline["group"].isin(timings["group"])]
     sums = np.hstack([_sums(own, "group", columns), _sums(other, "group", columns)])
-    return estimate(sums, lambda s: _ratio(_ratio(s[:, 0], s[:, 1]), _ratio(s[:, 2], s[:, 3])))
-
-
-def estimate(sums: Array, statistic: Callable[[Array], Array]) -> Estimate:
-    """Take a statistic of column sums, with its bootstrap interval over the rows.
-
-    Args:
-        sums: [num_units, num_columns] float64, what each unit adds to each sum.
-        statistic: maps totals [num_samples, num_columns] to values [num_samples].
-    """
-    value = float(statistic(sums.sum(axis=0, keepdims=True))[0])
-    if len(sums) < 2:
-        return Estimate(value, np.nan, np.nan)
-    values = statistic(_resample_counts(len(sums)) @ sums)
-    values = values[np.isfinite(values)]
-    if not len(values):
-        return Estimate(value, np.nan, np.nan)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(values, [tail, 1 - tail])
-    return Estimate(value, float(low), float(high))
+    return estimate(sums, lambda s: ratio(ratio(s[:, 0], s[:, 1]), ratio(s[:, 2], s[:, 3])))
 
 
 def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
@@ -163,8 +133,8 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
             sums = _sums(counts, "prompt", columns[2:5])
             totals = [int(total) for total in sums.sum(axis=0)]
             line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
-            line |= _named("unconditional", estimate(sums, lambda s: _ratio(s[:, 2], s[:, 0])))
-            line |= _named("conditional", estimate(sums, lambda s: _ratio(s[:, 2], s[:, 1])))
+            line |= _named("unconditional", estimate(sums, lambda s: ratio(s[:, 2], s[:, 0])))
+            line |= _named("conditional", estimate(sums, lambda s: ratio(s[:, 2], s[:, 1])))
             lines.append(line)
     return pd.DataFrame(lines, columns=columns)
 
@@ -363,7 +333,7 @@ def _prompt_ratio(
     )
     counted.loc[~requests["is_verify"].astype(bool), [numerator, denominator]] = 0
     sums = _sums(counted, "prompt", [numerator, denominator])
-    return estimate(sums, lambda s: _ratio(s[:, 0], s[:, 1], empty))
+    return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
 
 
 def _undrafted(requests: pd.DataFrame) -> npt.NDArray[Any]:
@@ -384,19 +354,3 @@ def _mean_known(frame: pd.DataFrame, column: str) -> float:
     """Return a mean in which NaN counts as 0; NaN where nothing else is there."""
     values = np.asarray(frame[column], dtype=np.float64)
     return np.nan if np.isnan(values).all() else float(np.nansum(values)) / len(values)
-
-
-def _ratio(numerator: Array, denominator: Array, empty: float = np.nan) -> Array:
-    """Divide elementwise, `empty` where the denominator is zero."""
-    result = np.full(numerator.shape, empty)
-    return np.divide(numerator, denominator, out=result, where=denominator != 0)
-
-
-@lru_cache(maxsize=1)  # all metrics of an arm have the same units
-def _resample_counts(num_units: int) -> Array:
-    """Return [NUM_RESAMPLES, num_units] float64: how often each resample draws each unit."""
-    rng = np.random.default_rng(BOOTSTRAP_SEED)
-    drawn = rng.integers(num_units, size=(NUM_RESAMPLES, num_units))
-    drawn += np.arange(NUM_RESAMPLES)[:, None] * num_units
-    counts = np.bincount(drawn.ravel(), minlength=NUM_RESAMPLES * num_units)
-    return counts.reshape(NUM_RESAMPLES, num_units).astype(np.float64)

@@ -30,7 +30,7 @@ from specdec.trace import StepTrace
 from tests.models import random_prompts, tiny_model, tiny_target
 
 import experiments.bench_generate, experiments.bundle, experiments.prompts
-import experiments.training.data
+import experiments.training.data, experiments.training.eval, experiments.training.fit
 
 setup_logging()
 options = {"device": "cpu", "max_model_len": 64}

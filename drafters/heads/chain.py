@@ -72,7 +72,7 @@ class HeadDrafter(DrafterBase):
         if checkpoint.target_ids is not None:
             self._target_ids = checkpoint.target_ids.to(target.device)
         self.sampler = DraftSampler(self.config, target.vocab_size)
-        self._vocab_size, self._dtype = target.vocab_size, target.dtype
+        self._dtype = target.dtype
         attention = self.head.layer.self_attn
         layer_config = spec.layer_config
         aux_layers = checkpoint.resolved_aux_layers(len(target.model.layers))
@@ -134,13 +134,7 @@ class HeadDrafter(DrafterBase):
             logits: [R, V_draft].
             index: from 0.
         """
-        if self._target_ids is None:
-            return self.sampler.choose(ctx, logits, index)
-        if not self.sampler.draws:
-            return self._target_ids[self.sampler.choose(ctx, logits, index)]
-        # Noise and law are over the target's ids: those that the head does not know have no mass.
-        wide = logits.new_full((len(logits), self._vocab_size), float("-inf"))
-        return self.sampler.choose(ctx, wide.index_copy_(1, self._target_ids, logits), index)
+        return self.sampler.choose_among(ctx, logits, index, self._target_ids)
 
     @property
     def _kv(self) -> PagedKVCache:
@@ -161,7 +155,7 @@ def check_fits(checkpoint: HeadCheckpoint, path: str, target: TargetView) -> Non
     pairs.append(("hidden size", spec.target_hidden_size, hidden_size))
     if not spec.owns_embedding or not spec.owns_lm_head:
         pairs.append(("hidden size", spec.layer_config.hidden_size, hidden_size))
-    if not spec.owns_lm_head:
+    if not spec.owns_lm_head and checkpoint.target_ids is None:
         pairs.append(("vocabulary", spec.draft_vocab_size, target.vocab_size))
     for what, own, wanted in pairs:
         if own != wanted:
@@ -185,6 +179,8 @@ def build_head(checkpoint: HeadCheckpoint, target: TargetView) -> ChainHead:
     own = head.embed_tokens
     if own is not None and torch.equal(own.weight, embedding.weight):
         head.embed_tokens = None  # a copy of the target's: no memory for it
+    if checkpoint.target_ids is not None and not checkpoint.spec.owns_lm_head:
+        head.lm_head = target.model.head_of(checkpoint.target_ids)
     pack_linears(head)
     head.share(embedding.__call__, target.model.compute_logits)
     num_parameters = sum(tensor.numel() for tensor in tensors.values())

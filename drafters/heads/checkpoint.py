@@ -45,6 +45,7 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _NO_LAYER_KEYS = ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "layer_types")
 _REFUSED_FLAGS = ("layernorms",)
 _NUM_AUX = 3
+SHARED = "target"  # value of `lm_head` in a config: a reduced vocabulary has the target's own rows
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ def load_head(path: str, method: str) -> HeadCheckpoint:
             f"from its source"
         ) from error
     target_ids = _target_ids(path, spec, maps)
+    if target_ids is not None and not spec.owns_lm_head and config.get("lm_head") != SHARED:
+        raise WeightsError(
+            f"head {path!r} drafts {spec.draft_vocab_size} of {spec.layer_config.vocab_size} "
+            f"tokens and lacks 'lm_head.weight'; add it to its tensors, or say in its config that "
+            f'it has the target\'s rows ("lm_head": "{SHARED}")'
+        )
     return HeadCheckpoint(spec, tensors, target_ids, layout)
 
 
@@ -275,6 +282,7 @@ def save_head(
     num_speculative_tokens: int = 5,
     lm_head: Tensor | None = None,
     embedding: Tensor | None = None,
+    shares_lm_head: bool = False,
 ) -> None:
     """Write a head in the layout that vLLM and speculators load.
 
@@ -286,9 +294,12 @@ def save_head(
         checkpoint: the head.
         target: name of the target, for readers that load it themselves.
         num_speculative_tokens: drafts a step that readers propose by default.
-        lm_head: [V, hidden], the target's output head, where an EAGLE-3 head has none of its own.
+        lm_head: [V_draft, hidden], the target's output head, or its rows, where an EAGLE-3 head
+            has none of its own.
         embedding: [V, hidden], the target's, where the head has none of its own. vLLM does without;
             speculators goes on with memory that was never written, so give it to train the head on.
+        shares_lm_head: write no output head where it is the target's; only this project's readers
+            load such a folder.
 
     Raises:
         ConfigError: there is no output head to write: a reader would go on with random values.
@@ -304,7 +315,9 @@ def save_head(
     else:
         config = _speculators_config(spec, layer, target, num_speculative_tokens)
         _add_maps(checkpoint, tensors)
-        if not spec.owns_lm_head:
+        if not spec.owns_lm_head and shares_lm_head:
+            config["lm_head"] = SHARED
+        elif not spec.owns_lm_head:
             if lm_head is None:
                 raise ConfigError("this head shares the target's output head; give it as lm_head")
             tensors["lm_head.weight"] = lm_head

@@ -41,7 +41,7 @@ class HeadSpec:
         fc_norm: likewise, the output of each layer through a norm of its own ("eagle3").
         norm_output: what is fed back is the normed state ("eagle3").
         owns_embedding: the head has its own; else it reads the target's.
-        owns_lm_head: likewise for the output head.
+        owns_lm_head: likewise for the output head; a reduced vocabulary then has the target's rows.
     """
 
     method: Literal["eagle", "eagle3"]
@@ -109,8 +109,13 @@ class ChainHead(nn.Module):
         """
         raise NotImplementedError
 
+    def output_states(self, hidden: Tensor) -> Tensor:
+        """Return what the output head reads, [R, hidden], of what a pass returned."""
+        return hidden
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, draft_vocab_size] of what a pass returned, [R, hidden]."""
+        hidden = self.output_states(hidden)
         if self.lm_head is not None:
             return self.lm_head(hidden)
         assert self._shared is not None, "a head without an output head needs the target's"
@@ -201,9 +206,9 @@ class Eagle3Head(ChainHead):
         hidden = (hidden + layer.mlp(layer.post_attention_layernorm(hidden)))[0]
         return self.norm(hidden) if self.spec.norm_output else hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, draft_vocab_size]; usually the state before this norm is fed back."""
-        return super().compute_logits(hidden if self.spec.norm_output else self.norm(hidden))
+    def output_states(self, hidden: Tensor) -> Tensor:
+        """Return what the output head reads; usually the state before this norm is fed back."""
+        return hidden if self.spec.norm_output else self.norm(hidden)
 
 
 def make_head(spec: HeadSpec) -> ChainHead:

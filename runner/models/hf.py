@@ -166,6 +166,32 @@ class HFModel:
         """Return logits [L, V] of hidden states [L, hidden_size]."""
         return self.head(hidden_states)
 
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """Return a copy of the output head's weights for some tokens, [n, hidden_size].
+
+        Args:
+            token_ids: [n] int64.
+
+        Raises:
+            UnsupportedError: the output head has a bias.
+        """
+        if getattr(self.head, "bias", None) is not None:
+            raise UnsupportedError("an output head with a bias cannot be shared in part")
+        ids = token_ids.to(self.device)
+        weight = getattr(self.head, "weight", None)
+        if weight is None:  # packed: its product with the identity gives the weights back exactly
+            unit = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+            weight = self.head(unit).T
+        return weight.detach()[ids].contiguous()
+
+    def head_of(self, token_ids: Tensor) -> nn.Linear:
+        """Return an output head over some tokens, [n] int64; its weights are a copy of the rows."""
+        rows = self.head_rows(token_ids)
+        with torch.device("meta"):
+            head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+        head.weight = nn.Parameter(rows, requires_grad=False)
+        return head
+
     def _check_parity(self, token_ids: Tensor, expected: Tensor) -> None:
         """Compare our forward with transformers' own on random tokens.
 
