@@ -179,8 +179,9 @@ def test_recorded_texts_are_written_with_the_end_of_an_engine_whose_memory_is_fr
 
 
 def test_drafts_that_a_drafter_cannot_give_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("specdec.log._warned", set())  # a message is given once a process
     model = tiny_model("llama", max_position_embeddings=32)
     model.save_pretrained(tmp_path / "short")
     save_medusa(tmp_path / "heads", random_medusa(2))
