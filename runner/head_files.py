@@ -1,6 +1,7 @@
 """Folders of draft heads: a config.json beside safetensors, checked; never a pickle."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,22 @@ from torch import Tensor
 from runner.weights import check_weight_files
 from specdec.errors import WeightsError
 
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+")
+
 
 def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a head's config and tensors, on the CPU.
 
     Args:
-        path: folder.
+        path: folder, or hub id.
 
     Raises:
-        WeightsError: there is no such folder, or its files are missing, damaged or a pickle.
+        WeightsError: there is no such folder or hub id, or its files are missing, damaged or a
+            pickle.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise WeightsError(
-            f"head folder {path!r} does not exist; give a folder with config.json and *.safetensors"
-        )
+        folder = _from_hub(path)
     check_weight_files(folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -37,6 +39,29 @@ def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors.update(load_file(file))
     return config, tensors
+
+
+def _from_hub(name: str) -> Path:
+    """Fetch a head's config and safetensors, once; a pickle beside them is left where it is.
+
+    Raises:
+        WeightsError: it cannot be a hub id, or the hub does not give it.
+    """
+    if not _HUB_ID.fullmatch(name):
+        raise WeightsError(
+            f"head folder {name!r} does not exist; give a folder with config.json and "
+            f"*.safetensors, or a hub id"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+    except Exception as error:  # of the network, the hub, or its licences: the reason is shown
+        reason = " ".join(str(error).split())[:200]
+        raise WeightsError(
+            f"head {name!r} is no folder here, and the hub does not give it ({reason}); give a "
+            f"folder with config.json and *.safetensors, or a hub id that you may read"
+        ) from error
 
 
 def write_head(
