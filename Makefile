@@ -9,8 +9,8 @@ ARGS ?=
 JOBS ?= auto
 
 BIN := $(VENV)/bin
-# A process for each core, of one thread: torch's threads wait for one another.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# A process for each of up to 4 cores, of one thread: torch's threads wait for one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
 READY := $(VENV)/.ready
 PACKAGES := specdec runner drafters sampler experiments examples tests benchmarks
 
