@@ -8,57 +8,35 @@ tables over a KV cache of its own.
 Source: Leviathan et al. 2023; Chen et al. 2023.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from drafters.base import DrafterBase
-from drafters.draft_sampling import DraftSampler
+from drafters.draft_sampling import SamplingDrafter
 from runner.draft_inputs import DraftPass, first_pass_inputs, next_pass_inputs
 from runner.kv_cache import PagedKVCache
 from runner.models.hf import HFModel
 from specdec.protocols import (
-    DraftBuffers,
     DraftContext,
-    DrafterCapabilities,
     KVSpec,
-    StateView,
     TargetView,
 )
 
 
-class AutoregressiveDrafter(DrafterBase):
+class AutoregressiveDrafter(SamplingDrafter):
     """Base of drafters that run a causal model; `load` of a subclass calls `use_model`."""
 
-    config: Any  # a subclass's own kind of DraftSamplingConfig
     model: HFModel
 
     def use_model(self, model: HFModel, target: TargetView) -> None:
         """Draft with a model; ids that it and the target do not share are never drafted."""
         self.model = model
         self._clamps_ids = model.vocab_size < target.vocab_size
-        self.sampler = DraftSampler(self.config, self.num_logits(target))
-        self.capabilities = DrafterCapabilities(
+        self.set_up(
+            self.num_logits(target),
+            model.hidden_size,
+            model.dtype,
             kv=KVSpec(model.num_layers, model.num_kv_heads, model.head_size, model.dtype),
-            offers_q=self.sampler.draws,
             max_context=model.max_position_embeddings,
-            splits_first_pass=True,
-            reads_token_table=False,
-            offers_confidence=True,
-        )
-
-    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
-        """Keep the views; allocate what passes from the first pass to the first draft."""
-        super().bind(state, buffers)
-        self.sampler.bind(state, buffers)
-        # [N, hidden], by place: what the first pass leaves for the first draft. Zeros, not empty:
-        # a captured step reads more places than a smaller one has filled.
-        self._hidden = torch.zeros(
-            len(state.total_len),
-            self.model.hidden_size,
-            dtype=self.model.dtype,
-            device=state.total_len.device,
         )
 
     def first_pass(self, ctx: DraftContext) -> None:
@@ -76,10 +54,6 @@ class AutoregressiveDrafter(DrafterBase):
             if i + 1 < ctx.num_drafts:
                 hidden = self._forward(next_pass_inputs(ctx, self._kv, drafts[-1], i + 1))
         self.sampler.write(ctx, drafts)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
-        return self._hidden.nbytes + self.sampler.num_bytes
 
     def choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
         """Choose draft `index` of each place, [R] int64, from its logits."""

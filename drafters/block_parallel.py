@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.base import DrafterBase
-from drafters.draft_sampling import DraftSampler, DraftSamplingConfig
+from drafters.draft_sampling import DraftSamplingConfig, SamplingDrafter
 from runner.attention import ATTENTION_NAME
 from runner.attention_metadata import AttentionMetadata
 from runner.head_files import check_shape, read_head, write_head
@@ -32,11 +31,8 @@ from runner.mask_inputs import mask_inputs
 from runner.models.packed_linear import pack_linears
 from specdec.errors import ConfigError, WeightsError
 from specdec.protocols import (
-    DraftBuffers,
     DraftContext,
-    DrafterCapabilities,
     KVSpec,
-    StateView,
     TargetView,
 )
 from specdec.registry import register_drafter
@@ -159,7 +155,7 @@ class BlockParallelHead(nn.Module):
 
 
 @register_drafter("block_parallel", BlockParallelConfig)
-class BlockParallelDrafter(DrafterBase):
+class BlockParallelDrafter(SamplingDrafter):
     """All drafts from one pass over masks."""
 
     config: BlockParallelConfig
@@ -176,32 +172,16 @@ class BlockParallelDrafter(DrafterBase):
         self.head = head.requires_grad_(False).eval()
         self._target: Any = target.model
         self._embedding: nn.Module = self._target.model.get_input_embeddings()
-        self._dtype = target.dtype
         with torch.inference_mode():
             self._mask_input = self.head.mask_input()  # [1, hidden]
         sizes = head.sizes
-        self.sampler = DraftSampler(self.config, target.vocab_size)
-        self.capabilities = DrafterCapabilities(
+        self.set_up(
+            target.vocab_size,
+            sizes.hidden_size,
+            target.dtype,
             aux_layers=tuple(sizes.aux_layers),
             kv=KVSpec(sizes.num_layers, sizes.num_kv_heads, sizes.head_size, target.dtype),
-            offers_q=self.sampler.draws,
             max_context=sizes.max_positions,
-            splits_first_pass=True,
-            reads_token_table=False,
-            offers_confidence=True,
-        )
-
-    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
-        """Keep the views; allocate what passes from the first pass to the first draft."""
-        super().bind(state, buffers)
-        self.sampler.bind(state, buffers)
-        # [N, hidden], by place. Zeros, not empty: a captured step reads more places than a smaller
-        # one has filled.
-        self._hidden = torch.zeros(
-            len(state.total_len),
-            self.head.sizes.hidden_size,
-            dtype=self._dtype,
-            device=state.total_len.device,
         )
 
     def first_pass(self, ctx: DraftContext) -> None:
@@ -224,10 +204,6 @@ class BlockParallelDrafter(DrafterBase):
         logits = self._target.compute_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         drafts = [self.sampler.choose(ctx, logits[i], i) for i in range(num_drafts)]
         self.sampler.write(ctx, drafts)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
-        return self._hidden.nbytes + self.sampler.num_bytes
 
     @property
     def _kv(self) -> PagedKVCache:

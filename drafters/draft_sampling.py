@@ -4,12 +4,12 @@ A drawn draft comes with the law q that it was drawn from, which the verifier ne
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from drafters.base import DrafterConfig
+from drafters.base import DrafterBase, DrafterConfig
 from runner.confidence import store_confidence
 from runner.rows import scatter_rows
 from sampler.top_k_top_p import apply_top_k_top_p
@@ -19,6 +19,7 @@ from specdec.protocols import (
     DRAFT_KIND_WITH_Q,
     DraftBuffers,
     DraftContext,
+    DrafterCapabilities,
     StateView,
 )
 
@@ -172,3 +173,47 @@ class DraftSampler:
             temperature = ctx.temperature[ctx.idx_mapping.long().clamp(min=0)]
             kind = torch.where(temperature > 0, DRAFT_KIND_WITH_Q, DRAFT_KIND_ONE_HOT)
             scatter_rows(self._buffers.draft_kind, ctx.idx_mapping, kind.to(torch.int8))
+
+
+class SamplingDrafter(DrafterBase):
+    """Base of drafters with logits whose `first_pass` leaves a hidden state for each place.
+
+    A subclass calls `set_up` when it is loaded, and writes `self._hidden[: ctx.num_reqs]`.
+    """
+
+    config: Any  # a subclass's own kind of DraftSamplingConfig
+    sampler: DraftSampler
+
+    def set_up(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, **capabilities: Any
+    ) -> None:
+        """Say what drafts are chosen among, and what is handed from `first_pass` to `propose`.
+
+        Args:
+            vocab_size: columns of the logits.
+            hidden_size: of the hidden states.
+            dtype: of the hidden states.
+            capabilities: beside those that all such drafters have.
+        """
+        self.sampler = DraftSampler(self.config, vocab_size)
+        self._hidden_size, self._hidden_dtype = hidden_size, dtype
+        self.capabilities = DrafterCapabilities(
+            offers_q=self.sampler.draws,
+            splits_first_pass=True,
+            reads_token_table=False,
+            offers_confidence=True,
+            **capabilities,
+        )
+
+    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
+        """Keep the views; allocate what passes from the first pass to the first draft."""
+        super().bind(state, buffers)
+        self.sampler.bind(state, buffers)
+        # [N, hidden], by place. Zeros, not empty: a captured step reads more places than a smaller
+        # one has filled.
+        shape, device = (len(state.total_len), self._hidden_size), state.total_len.device
+        self._hidden = torch.zeros(shape, dtype=self._hidden_dtype, device=device)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
+        return self._hidden.nbytes + self.sampler.num_bytes

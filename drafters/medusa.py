@@ -19,16 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from drafters.base import DrafterBase
-from drafters.draft_sampling import DraftSampler, DraftSamplingConfig
+from drafters.draft_sampling import DraftSamplingConfig, SamplingDrafter
 from runner.head_files import check_shape, read_head, write_head
 from specdec.errors import ConfigError, WeightsError
 from specdec.log import warn_once
 from specdec.protocols import (
-    DraftBuffers,
     DraftContext,
-    DrafterCapabilities,
-    StateView,
     TargetView,
 )
 from specdec.registry import register_drafter
@@ -88,7 +84,7 @@ class MedusaHead(nn.Module):
 
 
 @register_drafter("medusa", MedusaConfig)
-class MedusaDrafter(DrafterBase):
+class MedusaDrafter(SamplingDrafter):
     """As many drafts as there are heads."""
 
     config: MedusaConfig
@@ -108,28 +104,12 @@ class MedusaDrafter(DrafterBase):
                 f"num_speculative_tokens={len(self.heads)}, or positions are verified for nothing",
             )
         self.heads.to(target.device, target.dtype).requires_grad_(False)
-        self._hidden_size, self._dtype = target.hidden_size, target.dtype
-        self.sampler = DraftSampler(self.config, target.vocab_size)
-        self.capabilities = DrafterCapabilities(
+        self.set_up(
+            target.vocab_size,
+            target.hidden_size,
+            target.dtype,
             hidden_states="last",
-            offers_q=self.sampler.draws,
             variable_length=len(self.heads) < target.num_speculative_tokens,
-            splits_first_pass=True,
-            reads_token_table=False,
-            offers_confidence=True,
-        )
-
-    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
-        """Keep the views; allocate the hidden states that wait for `propose`."""
-        super().bind(state, buffers)
-        self.sampler.bind(state, buffers)
-        # [N, hidden], by place. Zeros, not empty: a captured step reads more places than a smaller
-        # one has filled.
-        self._hidden = torch.zeros(
-            len(state.total_len),
-            self._hidden_size,
-            dtype=self._dtype,
-            device=state.total_len.device,
         )
 
     def first_pass(self, ctx: DraftContext) -> None:
@@ -156,10 +136,6 @@ class MedusaDrafter(DrafterBase):
         head = self.heads[index]
         output = head(hidden)
         return output if head.projection is not None else self._target.compute_logits(output)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
-        return self._hidden.nbytes + self.sampler.num_bytes
 
 
 def load_medusa(path: str, hidden_size: int, vocab_size: int) -> nn.ModuleList:

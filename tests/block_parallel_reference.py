@@ -1,5 +1,6 @@
 """A block-parallel head written out in plain torch, over whole texts, and random ones to load."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def keep_output(outputs: dict[int, Tensor], index: int, _: Any, __: Any, output: Tensor) -> None:
+    """Keep what a layer returned; a forward hook."""
+    outputs[index] = output
+
+
 class PlainHead:
     """The head's arithmetic, from its tensors and a transformers target.
 
@@ -70,7 +76,7 @@ class PlainHead:
         outputs: dict[int, Tensor] = {}
         handles = []
         for i, layer in enumerate(self.target.get_decoder().layers):
-            keep = lambda _, __, out, i=i: outputs.__setitem__(i, out)  # noqa: E731
+            keep = partial(keep_output, outputs, i)
             handles.append(layer.register_forward_hook(keep))
         self.target(torch.tensor([tokens]), use_cache=False)
         for handle in handles:

@@ -164,7 +164,10 @@ def test_overlap_counts_ngrams_and_whole_prompts(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompt, answer = "Abcdefghijklmnop", "zz012345678zz"
-    encode = lambda words: np.array(tokenizer(words)["input_ids"], dtype=np.int32)  # noqa: E731
+
+    def encode(words: str) -> np.ndarray:
+        return np.array(tokenizer(words)["input_ids"], dtype=np.int32)
+
     sequence = answer_to(encode(prompt), encode(answer))
     report = overlap_report([sequence], [prompt], [str(path)], tokenizer)["questions.jsonl"]
     assert report["num_turns"] == 2

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from drafters.base import DrafterBase
-from drafters.draft_sampling import DraftSampler, DraftSamplingConfig
+from drafters.draft_sampling import DraftSamplingConfig, SamplingDrafter
 from drafters.heads.checkpoint import HeadCheckpoint, load_head
 from drafters.heads.modules import ChainHead, make_head
 from runner.head_inputs import first_head_inputs, next_head_inputs
@@ -21,11 +20,8 @@ from runner.kv_cache import PagedKVCache
 from runner.models.packed_linear import pack_linears
 from specdec.errors import ConfigError
 from specdec.protocols import (
-    DraftBuffers,
     DraftContext,
-    DrafterCapabilities,
     KVSpec,
-    StateView,
     TargetView,
 )
 
@@ -50,7 +46,7 @@ class HeadConfig(DraftSamplingConfig):
         super().__post_init__()
 
 
-class HeadDrafter(DrafterBase):
+class HeadDrafter(SamplingDrafter):
     """Base of drafters that run an EAGLE-style head."""
 
     config: HeadConfig
@@ -71,33 +67,17 @@ class HeadDrafter(DrafterBase):
         self._target_ids: Tensor | None = None
         if checkpoint.target_ids is not None:
             self._target_ids = checkpoint.target_ids.to(target.device)
-        self.sampler = DraftSampler(self.config, target.vocab_size)
-        self._dtype = target.dtype
         attention = self.head.layer.self_attn
         layer_config = spec.layer_config
         aux_layers = checkpoint.resolved_aux_layers(len(target.model.layers))
-        self.capabilities = DrafterCapabilities(
+        self.set_up(
+            target.vocab_size,
+            layer_config.hidden_size,
+            target.dtype,
             hidden_states="none" if aux_layers else "last",
             aux_layers=aux_layers,
             kv=KVSpec(1, layer_config.num_key_value_heads, attention.head_dim, target.dtype),
-            offers_q=self.sampler.draws,
             max_context=layer_config.max_position_embeddings,
-            splits_first_pass=True,
-            reads_token_table=False,
-            offers_confidence=True,
-        )
-
-    def bind(self, state: StateView, buffers: DraftBuffers) -> None:
-        """Keep the views; allocate what passes from the first pass to the first draft."""
-        super().bind(state, buffers)
-        self.sampler.bind(state, buffers)
-        # [N, hidden], by place. Zeros, not empty: a captured step reads more places than a smaller
-        # one has filled.
-        self._hidden = torch.zeros(
-            len(state.total_len),
-            self.head.spec.layer_config.hidden_size,
-            dtype=self._dtype,
-            device=state.total_len.device,
         )
 
     def first_pass(self, ctx: DraftContext) -> None:
@@ -121,10 +101,6 @@ class HeadDrafter(DrafterBase):
                 step = next_head_inputs(ctx, self._kv, drafts[-1], i + 1)
                 hidden = self.head(step.input_ids, step.positions, hidden, step.attn_metadata)
         self.sampler.write(ctx, drafts)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of the hidden states that wait between the two calls, and of limits."""
-        return self._hidden.nbytes + self.sampler.num_bytes
 
     def _choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
         """Choose draft `index` of each place, in the target's vocabulary.
