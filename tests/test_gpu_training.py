@@ -10,6 +10,7 @@ import torch
 from experiments.training.attention import ChainAttention
 from experiments.training.config import FitConfig
 from experiments.training.fit import run_fit
+from experiments.training.losses import LOSSES, LossSpec, LossTargets, OutputHead, fused_loss
 from experiments.training.stage import StageRun
 from tests.training_cases import curve_of, save_dataset, save_target
 
@@ -44,6 +45,29 @@ def test_chains_in_bf16_are_those_of_dense_attention() -> None:
     for a, e in zip((own, *found), (expected, *wanted), strict=True):
         error = float((a.float() - e).norm() / e.norm())
         assert error < 2e-2
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole vocabulary", "part"])
+def test_the_compiled_loss_is_the_eager_one(kind: str, reduced: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(3, 90, 32, generator=generator), torch.randn(999, 32)
+    ids = torch.randperm(999, generator=generator)[:400].sort().values if reduced else None
+    lines = torch.arange(2, 88)
+    next_ids = torch.randint(999, (90,), generator=generator)
+    parts = hidden[0] + 0.5, next_ids, lines, lines % 30
+    spec = LossSpec(kind, (1, 2, 3), (1.0, 0.8, 0.6), 37, by_survival=True)
+
+    def run(device: str) -> tuple[torch.Tensor, ...]:
+        own = hidden.to(device).requires_grad_()
+        head = OutputHead(weight.to(device), None if ids is None else ids.to(device))
+        loss, figures = fused_loss(own, head, LossTargets(*(p.to(device) for p in parts)), spec)
+        loss.backward()
+        assert own.grad is not None
+        return loss.detach().cpu(), own.grad.cpu(), *(figure.cpu() for figure in figures)
+
+    for found, expected in zip(run("cuda"), run("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model", "medusa", "block_parallel"])

@@ -92,6 +92,8 @@ class FitConfig:
         loss: "kl" (soft cross-entropy), "tv" (probability of a rejection) or "ce" (the text).
         unroll: passes of a head, which are the drafts that it is trained for.
         step_decay: weight of a pass as a part of that of the pass before.
+        by_survival: weigh a pass also by the probability that drafts from the passes before it are
+            accepted, as the drafter has it by now.
         draft_vocab_size: most frequent tokens of the training text that are drafted, for methods
             with an output head of their own choice; 0 = all.
         learn_prompts: learn from prompts, too, not from answers alone.
@@ -126,6 +128,7 @@ class FitConfig:
     loss: str = "kl"
     unroll: int = 5
     step_decay: float = 0.8
+    by_survival: bool = False
     draft_vocab_size: int = 8192
     learn_prompts: bool = False
     aux_layers: list[int] | None = None

@@ -83,7 +83,9 @@ class Trainer:
         self.trainee = self._build_trainee(found)
         self.head = OutputHead(self.target.head_weight, self.target_ids)
         weights = [config.step_decay**j for j in range(len(self.trainee.offsets))]
-        self.spec = LossSpec(config.loss, self.trainee.offsets, weights, config.chunk_rows)
+        self.spec = LossSpec(
+            config.loss, self.trainee.offsets, weights, config.chunk_rows, config.by_survival
+        )
         parameters = list(self.trainee.parameters())
         optimizer = torch.optim.AdamW(
             parameters,

@@ -11,7 +11,12 @@ keeps a part, and q the drafter's law over D:
 The output head is frozen and its input is all that is learned, so the gradient with respect to that
 input is computed together with the loss, a chunk of positions at a time: at no time are there
 logits of more than a chunk, whatever the number of passes, and the target's law is computed once
-for all passes.
+for all passes. On a GPU what is done to a chunk's logits is compiled into few kernels
+(`torch.compile`): in eager mode it passes over them some fifteen times.
+
+Passes weigh as `LossSpec` has it, and by survival, where that is asked for: pass j of a chain counts
+by the probability that drafts from its passes before j were accepted, prod of 1 - TV, since it is
+served only then.
 
 Source: Leviathan et al. 2023 (acceptance is 1 - TV); Li et al. 2025 (soft targets); Hsu et al. 2024
 (Liger, the fusion of head and loss).
@@ -36,6 +41,7 @@ class Law(NamedTuple):
     probs: Tensor  # [C, V_draft] float32, of the whole vocabulary's softmax
     mass: Tensor  # [C, 1] float32, its sum
     labels: Tensor  # [C] int64, column of the text's next token; -1 = not in the draft vocabulary
+    best: Tensor  # [C] int64, column of the law's best token, likewise
 
 
 class Draft(NamedTuple):
@@ -43,6 +49,15 @@ class Draft(NamedTuple):
 
     log_probs: Tensor  # [C, V_draft] float32
     probs: Tensor  # [C, V_draft] float32
+
+
+class Judged(NamedTuple):
+    """What a chunk of drafts is worth."""
+
+    loss: Tensor  # [C] float32
+    accepted: Tensor  # [C] float32, the sum of min(p, q)
+    agreed: Tensor  # [C] float32, 1 where the best tokens are the same
+    grad: Tensor  # [C, V_draft], of the loss with respect to the logits
 
 
 def cross_entropy(draft: Draft, law: Law) -> LossRows:
@@ -102,18 +117,22 @@ class LossSpec:
         offsets: pass j at line s is judged by the target's law at line s + offsets[j].
         weights: of the passes; only their ratios count.
         chunk_rows: positions at a time.
+        by_survival: weigh a pass also by the probability that its chain got so far.
     """
 
     kind: str
     offsets: Sequence[int]
     weights: Sequence[float]
     chunk_rows: int = 4096
+    by_survival: bool = False
 
     def __post_init__(self) -> None:
         """Check the choices."""
         if self.kind not in LOSSES:
             raise ConfigError(f"loss={self.kind!r} is not allowed; give one of {', '.join(LOSSES)}")
         assert len(self.offsets) == len(self.weights), (self.offsets, self.weights)
+        first = self.offsets[0]
+        assert list(self.offsets) == list(range(first, first + len(self.offsets))), self.offsets
 
 
 @dataclass(frozen=True)
@@ -180,30 +199,40 @@ class _FusedLoss(torch.autograd.Function):
             for weight, count in zip(spec.weights, counts.clamp(min=1).double(), strict=True)
         ]
         sums = torch.zeros(3, num_passes, dtype=torch.float64, device=hidden.device)
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        survival = torch.ones(num_passes + 1, hidden.shape[1] + 1, device=hidden.device)
+        law_of, judge = (_law_of, _judge)
+        if hidden.is_cuda:
+            law_of, judge = (_law_compiled, _judge_compiled)
         # Every cast is meant as it is written.
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, len(targets.lines), spec.chunk_rows):
                 chunk = slice(begin, begin + spec.chunk_rows)
                 lines, places = targets.lines[chunk], targets.places[chunk]
-                law, best = _law_of(head, targets, lines)
+                states = targets.states.index_select(0, lines).to(head.weight.dtype)
+                probs, mass, best = law_of(linear(states, head.weight), head.target_ids)
+                labels = head.column[targets.next_ids[lines]]
+                law = Law(probs, mass, labels, head.column[best])
                 for j, offset in enumerate(spec.offsets):
                     valid = places >= offset
                     source = (lines - offset).clamp(min=0)
                     states = hidden[j].index_select(0, source).to(head.rows.dtype)
-                    draft = _draft_of(linear(states, head.rows))
-                    _add_figures(sums[:, j], draft, law, best, valid)
-                    loss, grad_logits = LOSSES[spec.kind](draft, law)
-                    sums[0, j] += (loss * valid).sum()
+                    judged = judge(spec.kind, linear(states, head.rows), law)
+                    sums[:, j] += torch.stack(judged[:3]).mul_(valid).sum(1)
+                    scale = (scales[j] * valid).float()
+                    if spec.by_survival:
+                        scale *= survival[j, lines]
+                        # The chain's next pass is judged by the line behind; lines rise.
+                        survival[j + 1, lines + 1] = survival[j, lines] * judged.accepted
+                    loss += (judged.loss * scale).sum()
                     if grad is not None:
-                        scale = (scales[j] * valid).float()[:, None]
-                        own = (grad_logits.to(head.rows.dtype) @ head.rows).float() * scale
+                        own = (judged.grad @ head.rows).float() * scale[:, None]
                         grad[j].index_add_(0, source, own.to(grad.dtype))
         ctx.grad = grad
         means = sums / counts.clamp(min=1)
-        loss = (sums[0] * torch.stack(scales)).sum().float()
         figures = (means[0], means[1], means[2], counts)
         ctx.mark_non_differentiable(*figures)
-        return loss, *figures
+        return loss.float(), *figures
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -211,29 +240,25 @@ class _FusedLoss(torch.autograd.Function):
         return ctx.grad * grad_outputs[0].to(ctx.grad.dtype), None, None, None
 
 
-def _law_of(head: OutputHead, targets: LossTargets, lines: Tensor) -> tuple[Law, Tensor]:
-    """Return the target's law at some lines, and the column of its best token."""
-    states = targets.states.index_select(0, lines).to(head.weight.dtype)
-    logits = linear(states, head.weight)
-    best = logits.argmax(1)
+def _law_of(logits: Tensor, target_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the target's law over the draft vocabulary, its sum, and the best token, [C] int64."""
     # log_softmax is one kernel with one output; a log-sum-exp passes over its logits six times.
     log_probs = log_softmax(logits.float(), 1)
-    if head.target_ids is not None:
-        log_probs = log_probs.index_select(1, head.target_ids)
-    probs = log_probs.exp_()
-    labels = head.column[targets.next_ids[lines]]
-    # -1, no column, where the best token is not in the draft vocabulary.
-    return Law(probs, probs.sum(1, keepdim=True), labels), head.column[best]
+    if target_ids is not None:
+        log_probs = log_probs.index_select(1, target_ids)
+    probs = log_probs.exp()
+    return probs, probs.sum(1, keepdim=True), logits.argmax(1)
 
 
-def _draft_of(logits: Tensor) -> Draft:
-    """Return the drafter's law of its logits."""
+def _judge(kind: str, logits: Tensor, law: Law) -> Judged:
+    """Return what the drafter's logits [C, V_draft] are worth, and their gradient."""
     log_probs = log_softmax(logits.float(), 1)
-    return Draft(log_probs, log_probs.exp())
-
-
-def _add_figures(sums: Tensor, draft: Draft, law: Law, best: Tensor, valid: Tensor) -> None:
-    """Add a chunk to the sums [3] of a pass: acceptance and agreement, at 1 and 2."""
+    draft = Draft(log_probs, log_probs.exp())
+    loss, grad = LOSSES[kind](draft, law)
     accepted = torch.minimum(draft.probs, law.probs).sum(1)
-    sums[1] += (accepted * valid).sum()
-    sums[2] += ((draft.log_probs.argmax(1) == best) & valid).sum()
+    agreed = (draft.log_probs.argmax(1) == law.best).float()
+    return Judged(loss, accepted, agreed, grad.to(logits.dtype))
+
+
+_law_compiled = torch.compile(_law_of, dynamic=True)
+_judge_compiled = torch.compile(_judge, dynamic=True)
