@@ -64,6 +64,11 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
+def plain_config(config: Any) -> dict[str, Any]:
+    """Return a transformers config's options, without the folder that it was read from."""
+    return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+
+
 def write_head(
     path: str | Path,
     config: Mapping[str, Any],

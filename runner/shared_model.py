@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from runner.head_files import check_shape, read_head, write_head
+from runner.head_files import check_shape, plain_config, read_head, write_head
 from runner.models.hf import HFModel
 from specdec.errors import ConfigError, WeightsError
 
@@ -62,7 +62,7 @@ def save_shared_model(
     if target_ids is not None:
         stored["d2t"] = target_ids.cpu() - torch.arange(num_ids)
     own = {"vocab_size": vocab_size, _KEY: _VALUE, "draft_vocab_size": num_ids}
-    write_head(path, {**config.to_dict(), **own}, stored, max_file_bytes)
+    write_head(path, {**plain_config(config), **own}, stored, max_file_bytes)
 
 
 def load_shared_model(path: str, target: HFModel) -> tuple[HFModel, Tensor | None]:

@@ -56,7 +56,7 @@ def test_the_compiled_loss_is_the_eager_one(kind: str, reduced: bool) -> None:
     lines = torch.arange(2, 88)
     next_ids = torch.randint(999, (90,), generator=generator)
     parts = hidden[0] + 0.5, next_ids, lines, lines % 30
-    spec = LossSpec(kind, (1, 2, 3), (1.0, 0.8, 0.6), 37, by_survival=True)
+    spec = LossSpec(kind, (1, 2, 3), (1.0, 0.8, 0.6), 37)
 
     def run(device: str) -> tuple[torch.Tensor, ...]:
         own = hidden.to(device).requires_grad_()

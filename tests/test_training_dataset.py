@@ -50,6 +50,21 @@ def same(first: TokenSequence, second: TokenSequence) -> bool:
     )
 
 
+def test_folders_of_a_pattern_are_one_dataset(folder: Path) -> None:
+    first, second = folder / "set-1", folder / "set-2"
+    for index, own in enumerate((second, first)):
+        own.mkdir()
+        write_shard(own / shard_name("train", 0), random_sequences(20, index))
+        write_meta(own, {"sources": ["a", "b", "c"]})
+    dataset = TokenDataset(f"{folder}/set-*")
+    written = random_sequences(20, 1) + random_sequences(20, 0)  # in the order of the names
+    assert len(dataset) == 40
+    assert all(same(dataset.sequence(i), s) for i, s in enumerate(written))
+    write_meta(second, {"sources": ["a", "c"]})
+    with pytest.raises(ConfigError, match="other sources than"):
+        TokenDataset(f"{folder}/set-*")
+
+
 def test_sequences_are_read_as_they_were_written(folder: Path) -> None:
     written = [s for index, n in enumerate((50, 1, 30)) for s in random_sequences(n, index)]
     dataset = TokenDataset(folder)

@@ -27,8 +27,14 @@ from experiments.training.dataset import (
     write_shard,
 )
 from experiments.training.fit import run_fit
-from experiments.training.frozen_target import load_frozen, pad_batch
+from experiments.training.frozen_target import (
+    PaddedBatch,
+    TargetStates,
+    load_frozen,
+    pad_batch,
+)
 from experiments.training.stage import StageRun
+from experiments.training.states_cache import StatesCache
 from experiments.training.trainee import method_class
 from experiments.training.vocabulary import choose_vocabulary
 from specdec import LLM, SamplingParams
@@ -74,6 +80,8 @@ def test_loss_falls_and_the_folder_loads_by_name(
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     texts = [[out.token_ids for out in own.generate(prompts, params)] for own in (plain, llm)]
     assert texts[0] == texts[1]
+    # What is shipped does not tell where the target lay.
+    assert "_name_or_path" not in (tmp_path / "drafter" / "config.json").read_text()
     # No embedding and no output head of the target's: what is shipped is small.
     names = [name for path in (tmp_path / "drafter").glob("*.safetensors") for name in shapes(path)]
     assert not [name for name in names if "lm_head" in name or "embed_tokens" in name]
@@ -110,8 +118,53 @@ def test_a_head_starts_as_the_targets_last_layer(folders: dict[str, str], method
     torch.testing.assert_close(trainee(batch, states)[0], states.last, rtol=1e-3, atol=1e-4)
 
 
-def test_a_killed_run_goes_on_to_the_same_end(folders: dict[str, str], tmp_path: Path) -> None:
-    own = config(folders, max_steps=30, save_every=4, accumulate=2, loss="kl")
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_states_that_are_kept_are_those_that_are_computed(
+    folders: dict[str, str], method: str, tmp_path: Path
+) -> None:
+    own = config(folders, method=method, max_steps=0, max_epochs=3, log_every=1)
+    fit(own, tmp_path / "computed")
+    fit(dataclasses.replace(own, cache_gb=0.1), tmp_path / "kept")
+    curves = [curve_of(tmp_path / name) for name in ("computed", "kept")]
+    assert len(curves[0]) == len(curves[1]) > 15
+    for computed, kept in zip(*curves, strict=True):
+        assert kept["loss"] == pytest.approx(computed["loss"], rel=1e-4)
+
+
+def test_the_target_is_asked_about_a_sequence_once(folders: dict[str, str]) -> None:
+    target, dataset = (
+        load_frozen(folders["target"], "float32", "cpu"),
+        TokenDataset(folders["data"]),
+    )
+    cache = StatesCache(target, dataset, (0, 2), 0.1)
+    asked: list[int] = []
+    plain = target.states
+
+    def counted(batch: PaddedBatch, layers: Any) -> TargetStates:
+        asked.append(len(batch.token_ids))
+        return plain(batch, layers)
+
+    target.states = counted
+    # The last sequence with a shorter one: what stands behind its end is past the cache's, too.
+    last = len(dataset) - 1
+    shorter = int(np.argmin(dataset.lengths))
+    longest = int(np.argmax(dataset.lengths))
+    for members in ([3, last], [longest, last, shorter], [3, shorter], [longest]):
+        batch = pad_batch(dataset.batch(members))
+        found, computed = cache.states(members, batch), plain(batch, (0, 2))
+        own = batch.is_token.flatten()
+        torch.testing.assert_close(found.last[own], computed.last[own], rtol=1e-4, atol=1e-5)
+        assert found.aux is not None
+        assert computed.aux is not None
+        torch.testing.assert_close(found.aux[own], computed.aux[own], rtol=1e-4, atol=1e-5)
+    assert asked == [2, 3]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_killed_run_goes_on_to_the_same_end(
+    folders: dict[str, str], tmp_path: Path, optimizer: str
+) -> None:
+    own = config(folders, max_steps=30, save_every=4, accumulate=2, loss="kl", optimizer=optimizer)
     whole = fit(own, tmp_path / "whole")
     (tmp_path / "fit.json").write_text(json.dumps(dataclasses.asdict(own)))
     command = [sys.executable, "-m", "experiments.training.fit"]
@@ -244,6 +297,9 @@ def test_rate_rises_and_falls() -> None:
         ({"copied_layers": [6], "method": "draft_model"}, "target's 6"),
         ({"draft_vocab_size": 259}, "258 tokens"),
         ({"data": ""}, "needs data="),
+        ({"optimizer": "sgd"}, "adamw, muon"),
+        ({"cache_gb": 1e-6}, "give that, less data, or 0"),
+        ({"data": "no/such-*"}, "no folder is named like"),
     ],
 )
 def test_wrong_options_are_told(

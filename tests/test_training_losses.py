@@ -33,11 +33,10 @@ class Case:
         self.targets = LossTargets(self.states, self.next_ids, lines, lines % LENGTH)
         self.head = OutputHead(self.weight, self.ids)
 
-    def plain(self, kind: str, by_survival: bool = False) -> Tensor:
+    def plain(self, kind: str) -> Tensor:
         """Return the loss, line by line, in the order of the definitions."""
         ids = torch.arange(V) if self.ids is None else self.ids
         total = torch.zeros((), dtype=torch.float64)
-        survival: dict[tuple[int, int], float] = {}  # by pass and chain
         for j, offset in enumerate(OFFSETS):
             values = []
             for line, place in zip(self.targets.lines, self.targets.places, strict=True):
@@ -46,18 +45,13 @@ class Case:
                 law = (self.weight @ self.states[line]).double().softmax(0)[ids]
                 draft = (self.weight[ids] @ self.hidden[j, line - offset]).double().softmax(0)
                 if kind == "kl":
-                    value = -(law * draft.log()).sum()
+                    values.append(-(law * draft.log()).sum())
                 elif kind == "tv":
-                    value = 1 - torch.minimum(law, draft).sum()
+                    values.append(1 - torch.minimum(law, draft).sum())
                 else:
                     label = self.next_ids[line]
                     known = (ids == label).nonzero()
-                    value = -draft[known[0, 0]].log() if len(known) else draft.sum() * 0
-                chain = int(line) - offset
-                # A chain whose pass before is not judged, of a prompt, is one that got so far.
-                reached = survival.get((j - 1, chain), 1.0)
-                survival[j, chain] = reached * float(torch.minimum(law, draft).sum().detach())
-                values.append(value * reached if by_survival else value)
+                    values.append(-draft[known[0, 0]].log() if len(known) else draft.sum() * 0)
             total = total + WEIGHTS[j] / sum(WEIGHTS) * torch.stack(values).mean()
         return total
 
@@ -68,15 +62,14 @@ IDS = [2, 3, 5, 7, 11, 13, 17, 19, 22]
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole vocabulary", "part"])
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("chunk_rows", [7, 4096])
-@pytest.mark.parametrize("by_survival", [False, True], ids=["alike", "by survival"])
 def test_loss_and_gradient_are_those_of_the_formula(
-    kind: str, ids: list[int] | None, chunk_rows: int, by_survival: bool
+    kind: str, ids: list[int] | None, chunk_rows: int
 ) -> None:
     case = Case(ids=ids)
-    spec = LossSpec(kind, OFFSETS, WEIGHTS, chunk_rows, by_survival)
+    spec = LossSpec(kind, OFFSETS, WEIGHTS, chunk_rows)
     own, figures = fused_loss(case.hidden, case.head, case.targets, spec)
     (gradient,) = torch.autograd.grad(own * 3, case.hidden)
-    expected = case.plain(kind, by_survival)
+    expected = case.plain(kind)
     (wanted,) = torch.autograd.grad(expected * 3, case.hidden)
     torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from drafters.heads.modules import LAYER_FAMILIES, HeadSpec, make_head
-from runner.head_files import read_head, write_head
+from runner.head_files import plain_config, read_head, write_head
 from runner.models.hf import refuse_unsound
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError, WeightsError
 
@@ -305,7 +305,7 @@ def save_head(
         ConfigError: there is no output head to write: a reader would go on with random values.
     """
     spec, tensors = checkpoint.spec, dict(checkpoint.tensors)
-    layer = spec.layer_config.to_dict()
+    layer = plain_config(spec.layer_config)
     # Readers of older transformers know these names alone.
     rope = dict(spec.layer_config.rope_parameters)
     layer["rope_theta"] = rope.get("rope_theta")

@@ -2,7 +2,7 @@
 
     checkpoints/step-00000500/
         weights.safetensors      the trainee in float32, and `target_ids`, its draft vocabulary
-        optimizer.safetensors    AdamW's moments as <parameter>/<name>
+        optimizer.safetensors    the optimizers' moments as <parameter>/<name>
         state.json               counters, from which a run goes on
 
 Weights and moments are gathered through torch's own state dict interface, so that one process, DDP
@@ -43,10 +43,10 @@ class Progress:
     seconds: float = 0.0  # at work, pauses left out
 
 
-def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def full_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[Any, Any]:
     """Gather weights and moments on the CPU, by name; every process has to call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_state_dict(model, optimizer, options=options)
+    return get_state_dict(model, optimizers, options=options)
 
 
 def save_checkpoint(
@@ -110,7 +110,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     return weights, weights.pop(_IDS, None)
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Load weights and moments; every process has to call it.
 
     Raises:
@@ -121,13 +121,13 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     for name, tensor in _read(path / _OPTIMIZER).items():
         parameter, _, key = name.rpartition("/")
         moments.setdefault(parameter, {})[key] = tensor
-    current, groups = get_state_dict(model, optimizer)
+    current, groups = get_state_dict(model, optimizers)
     if current.keys() != weights.keys():
         raise WeightsError(f"checkpoint {path} is one of another drafter; give another folder")
     options = StateDictOptions(full_state_dict=True)
     state = {"state": moments, "param_groups": groups["param_groups"]}
     set_state_dict(
-        model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options
+        model, optimizers, model_state_dict=weights, optim_state_dict=state, options=options
     )
 
 

@@ -86,14 +86,12 @@ class FitConfig:
         dtype: of the target; "auto" is bf16 on a GPU and fp32 on a CPU. What is trained is kept in
             fp32, and on a GPU computed in bf16.
         device: "auto", "cpu" or "cuda"; each process has a GPU of its own.
-        data: dataset folder of the stage `data`.
+        data: dataset folder of the stage `data`, or a pattern of several ("runs/data-*").
         states: folder of texts that the drafter `record` wrote: they and their hidden states are
             learned from instead, and the target's layers are not run; "" = computed online.
         loss: "kl" (soft cross-entropy), "tv" (probability of a rejection) or "ce" (the text).
         unroll: passes of a head, which are the drafts that it is trained for.
         step_decay: weight of a pass as a part of that of the pass before.
-        by_survival: weigh a pass also by the probability that drafts from the passes before it are
-            accepted, as the drafter has it by now.
         draft_vocab_size: most frequent tokens of the training text that are drafted, for methods
             with an output head of their own choice; 0 = all.
         learn_prompts: learn from prompts, too, not from answers alone.
@@ -105,8 +103,11 @@ class FitConfig:
         max_seq_len: tokens of a sequence; longer ones are cut.
         batch_tokens: tokens of a batch, padding included.
         accumulate: batches a step.
-        lr, weight_decay, warmup, final_lr: of AdamW: highest rate, decay, part of the run in which
-            the rate rises, and what it falls to as a part of the highest.
+        cache_gb: memory of the device in which the target's states are kept from one epoch to the
+            next, 1e9 bytes each; 0 = they are computed in every epoch.
+        optimizer: "adamw", or "muon" for matrices and AdamW for the rest.
+        lr, weight_decay, warmup, final_lr: highest rate, decay, part of the run in which the rate
+            rises, and what it falls to as a part of the highest.
         max_grad_norm: gradients are cut to this norm.
         max_steps, max_tokens, max_seconds, max_epochs: budgets; 0 = no such one.
         chunk_rows: positions whose logits are held at a time.
@@ -128,7 +129,6 @@ class FitConfig:
     loss: str = "kl"
     unroll: int = 5
     step_decay: float = 0.8
-    by_survival: bool = False
     draft_vocab_size: int = 8192
     learn_prompts: bool = False
     aux_layers: list[int] | None = None
@@ -139,7 +139,9 @@ class FitConfig:
     max_seq_len: int = 2048
     batch_tokens: int = 20480
     accumulate: int = 1
-    lr: float = 1e-3
+    cache_gb: float = 0.0
+    optimizer: str = "adamw"
+    lr: float = 3e-3
     weight_decay: float = 0.01
     warmup: float = 0.03
     final_lr: float = 0.05
@@ -178,6 +180,7 @@ class FitConfig:
         if not any(getattr(self, name) for name in budgets):
             raise ConfigError(f"fit has no end; give one of {', '.join(budgets)}")
         for name, low, high in (
+            ("cache_gb", 0.0, float("inf")),
             ("step_decay", 0.0, 1.0),
             ("warmup", 0.0, 1.0),
             ("final_lr", 0.0, 1.0),

@@ -13,6 +13,7 @@ A batch is a pure function of (seed, epoch, index), so a reader that was stopped
 was. Needs torch, safetensors and numpy.
 """
 
+import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -103,33 +104,36 @@ class TokenBatch:
 
 
 class TokenDataset:
-    """The sequences of one split of a dataset folder, all in memory.
+    """The sequences of one split of a dataset, all in memory.
 
     Args:
-        folder: written by the stage `data`.
+        folder: written by the stage `data`, or a pattern of several such folders, as a shell has
+            it: datasets of other seeds, which several processes wrote, are one.
         split: "train" or "valid".
         max_len: longer sequences are cut behind so many tokens; None keeps them whole. Those whose
             prompt alone is as long are left out.
 
     Raises:
-        ConfigError: the folder is no dataset, or has no sequence of the split.
+        ConfigError: a folder is no dataset, one has other sources than another, or none has a
+            sequence of the split.
         WeightsError: a shard is damaged.
     """
 
     def __init__(
         self, folder: Path | str, split: str = "train", max_len: int | None = None
     ) -> None:
-        self.folder, self.split = Path(folder), split
+        self.split = split
         if split not in SPLITS:
             raise ConfigError(f"split={split!r} is not allowed; give {' or '.join(SPLITS)}")
         if max_len is not None and max_len < 2:
             raise ConfigError(f"max_len={max_len} is not allowed; give an integer >= 2, or null")
-        self.meta = read_meta(self.folder)
-        shards = [read_shard(path) for path in shard_paths(self.folder, split)]
+        folders = dataset_folders(folder)
+        self.sources = _sources_of(folders)  # what sources are indices of
+        shards = [read_shard(path) for own in folders for path in shard_paths(own, split)]
         sizes = [len(shard["num_prompt"]) for shard in shards]
         if not sum(sizes):
             raise ConfigError(
-                f"{self.folder} holds no sequence of the split {split!r}; run the stage data with "
+                f"{folder} holds no sequence of the split {split!r}; run the stage data with "
                 "more sequences"
             )
         self._token_ids = np.concatenate([shard["token_ids"] for shard in shards])
@@ -141,7 +145,7 @@ class TokenDataset:
             lengths = np.minimum(lengths, max_len)
         kept = num_prompt < lengths
         if not kept.any():
-            raise ConfigError(f"max_len={max_len} leaves no answer of {self.folder}; give more")
+            raise ConfigError(f"max_len={max_len} leaves no answer of {folder}; give more")
         self._begins = np.concatenate(begins)[kept]
         self.lengths = lengths[kept]  # [S] int64
         self._num_prompt = num_prompt[kept]
@@ -156,11 +160,6 @@ class TokenDataset:
     def num_tokens(self) -> int:
         """Return the tokens of all sequences, prompts included."""
         return int(self.lengths.sum())
-
-    @property
-    def sources(self) -> list[str]:
-        """Return the names that sources are indices of."""
-        return list(self.meta.get("sources", []))
 
     def sequence(self, index: int) -> TokenSequence:
         """Return one sequence, in the order of the files."""
@@ -325,6 +324,33 @@ def read_sequences(path: Path) -> list[TokenSequence]:
         )
         for i in range(len(starts) - 1)
     ]
+
+
+def dataset_folders(pattern: Path | str) -> list[Path]:
+    """Return the folders that a path or a pattern names, in their order.
+
+    Raises:
+        ConfigError: a pattern names nothing.
+    """
+    if not glob.has_magic(str(pattern)):
+        return [Path(pattern)]
+    found = sorted(Path(name) for name in glob.glob(str(pattern)))
+    if not found:
+        raise ConfigError(f"no folder is named like {pattern}; give a dataset of the stage data")
+    return found
+
+
+def _sources_of(folders: Sequence[Path]) -> list[str]:
+    """Return the names of sources, which datasets have in common.
+
+    Raises:
+        ConfigError: they have not, or a folder is no dataset.
+    """
+    found = [list(read_meta(folder).get("sources", [])) for folder in folders]
+    for folder, sources in zip(folders, found, strict=True):
+        if sources != found[0]:
+            raise ConfigError(f"{folder} has other sources than {folders[0]}; train on one of them")
+    return found[0]
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -38,10 +38,18 @@ from experiments.training.config import EvalConfig, FitConfig, shown_config
 from experiments.training.curve import Curve, Figures, rate_at
 from experiments.training.dataset import TokenDataset
 from experiments.training.eval import accepted_line, measure, read_prompts
-from experiments.training.frozen_target import load_frozen, loss_targets, pad_batch
+from experiments.training.frozen_target import (
+    PaddedBatch,
+    TargetStates,
+    load_frozen,
+    loss_targets,
+    pad_batch,
+)
 from experiments.training.losses import LossSpec, OutputHead, PassFigures, fused_loss
+from experiments.training.optimizers import make_optimizers
 from experiments.training.recorded import RecordedTexts
 from experiments.training.stage import StageRun, stage_main
+from experiments.training.states_cache import StatesCache
 from experiments.training.trainee import Trainee, method_class
 from experiments.training.vocabulary import choose_vocabulary
 from runner.loader import eos_token_ids, resolve_device, resolve_dtype
@@ -49,8 +57,6 @@ from specdec.errors import ConfigError, WeightsError
 from specdec.log import progress as progress_bar
 
 logger = logging.getLogger(__name__)
-
-_BETAS = 0.9, 0.95
 
 
 class Trainer:
@@ -83,28 +89,20 @@ class Trainer:
         self.trainee = self._build_trainee(found)
         self.head = OutputHead(self.target.head_weight, self.target_ids)
         weights = [config.step_decay**j for j in range(len(self.trainee.offsets))]
-        self.spec = LossSpec(
-            config.loss, self.trainee.offsets, weights, config.chunk_rows, config.by_survival
-        )
-        parameters = list(self.trainee.parameters())
-        optimizer = torch.optim.AdamW(
-            parameters,
-            lr=config.lr,
-            betas=_BETAS,
-            weight_decay=config.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        self.spec = LossSpec(config.loss, self.trainee.offsets, weights, config.chunk_rows)
+        optimizers = make_optimizers(config, self.trainee)
         self.model: Any
-        self.model, self.optimizer = self.accelerator.prepare(self.trainee, optimizer)
+        self.model, *self.optimizers = self.accelerator.prepare(self.trainee, *optimizers)
+        self.cache = self._make_cache() if config.cache_gb else None
         self.progress = Progress()
         self._num_batches = 0  # of the epoch, for each process
         self.curve = Curve(run, self.accelerator.is_main_process)
         if found is not None:
             self.progress = read_progress(found)
-            restore(found, self.model, self._plain_optimizer)
+            restore(found, self.model, self._plain_optimizers)
             logger.info("going on from %s", found.name)
         self.curve.begin(self.progress.step, self.progress.num_tokens, self.progress.seconds)
-        num_parameters = sum(parameter.numel() for parameter in parameters)
+        num_parameters = sum(parameter.numel() for parameter in self.trainee.parameters())
         logger.info(
             "%s: %.2f M parameters; %d sequences of %.2f M tokens",
             config.method,
@@ -164,26 +162,37 @@ class Trainer:
         """Learn from one batch; returns its loss and what is known of each pass, on the device."""
         config, accelerator = self.config, self.accelerator
         batch = self.dataset.batch(members)
-        padded, layers = (
-            pad_batch(batch, config.learn_prompts).to(self.device),
-            self.trainee.aux_layers,
-        )
-        if self.recorded is None:
-            states = self.target.states(padded, layers)
-        else:
-            states = self.recorded.states(members, padded, layers)
-        lr = config.lr * rate_at(self._share_done(), config.warmup, config.final_lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        padded = pad_batch(batch, config.learn_prompts).to(self.device)
+        states = self._states(members, padded)
+        self._rate = config.lr * rate_at(self._share_done(), config.warmup, config.final_lr)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate
         with accelerator.accumulate(self.model):
             hidden = self.model(padded, states)
             loss, figures = fused_loss(hidden, self.head, loss_targets(padded, states), self.spec)
             accelerator.backward(loss)
             if accelerator.sync_gradients and config.max_grad_norm:
                 accelerator.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         return loss.detach(), figures
+
+    def _states(self, members: np.ndarray, batch: PaddedBatch) -> TargetStates:
+        """Return what the target says of a batch: recorded, kept, or computed."""
+        layers = self.trainee.aux_layers
+        if self.recorded is not None:
+            return self.recorded.states(members, batch, layers)
+        if self.cache is not None:
+            return self.cache.states(members, batch)
+        return self.target.states(batch, layers)
+
+    def _make_cache(self) -> StatesCache:
+        """Return a cache for the whole dataset."""
+        if not isinstance(self.dataset, TokenDataset):
+            raise ConfigError("fit.cache_gb is not for recorded states; give fit.data, or 0")
+        return StatesCache(self.target, self.dataset, self.trainee.aux_layers, self.config.cache_gb)
 
     def _after_step(self, figures: Figures) -> dict[str, Any] | None:
         """Log, evaluate and save where it is time to; returns what was logged."""
@@ -269,8 +278,8 @@ class Trainer:
         return trainee.to(self.device)
 
     @property
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+    def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [getattr(own, "optimizer", own) for own in self.optimizers]
 
     # --- what is left ---------------------------------------------------------------------------
 
@@ -284,7 +293,7 @@ class Trainer:
             "epoch": done.epoch,
             "num_tokens": done.num_tokens,
             "seconds": round(self._seconds(), 3),
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self._rate,
             "loss": loss,
             "accepted": [round(value, 5) for value in accepted],
             "agreed": [round(value, 5) for value in agreed],
@@ -314,7 +323,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _save_checkpoint(self) -> None:
-        states = full_state(self.model, self._plain_optimizer)
+        states = full_state(self.model, self._plain_optimizers)
         if self.accelerator.is_main_process:
             save_checkpoint(
                 self.checkpoints,
@@ -327,7 +336,7 @@ class Trainer:
 
     def _save_drafter(self, folder: Path) -> None:
         """Write what the drafter loads."""
-        state, _ = full_state(self.model, self._plain_optimizer)
+        state, _ = full_state(self.model, self._plain_optimizers)
         if self.accelerator.is_main_process:
             dtype = resolve_dtype(self.config.save_dtype, torch.device("cpu"))
             state = {name: tensor.to(dtype) for name, tensor in state.items()}

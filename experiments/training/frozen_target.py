@@ -25,6 +25,7 @@ class PaddedBatch:
     """Sequences of a batch, padded to one length: T = B * L lines."""
 
     token_ids: Tensor  # [B, L] int64
+    is_token: Tensor  # [B, L] bool, False where a shorter sequence is padded
     # Lines whose law counts, and their places in their sequences: the token behind such a line is
     # one that is learned from.
     lines: Tensor  # [R] int64
@@ -66,11 +67,12 @@ def pad_batch(batch: TokenBatch, learn_prompts: bool = False) -> PaddedBatch:
     lengths = batch.starts.diff()
     longest = -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE
     token_ids, place = torch.zeros(len(lengths), longest, dtype=torch.int64), torch.arange(longest)
-    token_ids[place < lengths[:, None]] = batch.token_ids
+    is_token = place < lengths[:, None]
+    token_ids[is_token] = batch.token_ids
     first = torch.zeros_like(lengths) if learn_prompts else (batch.num_prompt - 1).clamp(min=0)
     counts = (place >= first[:, None]) & (place < lengths[:, None] - 1)
     lines = counts.flatten().nonzero()[:, 0]
-    return PaddedBatch(token_ids, lines, lines % longest)
+    return PaddedBatch(token_ids, is_token, lines, lines % longest)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,6 @@ logits of more than a chunk, whatever the number of passes, and the target's law
 for all passes. On a GPU what is done to a chunk's logits is compiled into few kernels
 (`torch.compile`): in eager mode it passes over them some fifteen times.
 
-Passes weigh as `LossSpec` has it, and by survival, where that is asked for: pass j of a chain counts
-by the probability that drafts from its passes before j were accepted, prod of 1 - TV, since it is
-served only then.
-
 Source: Leviathan et al. 2023 (acceptance is 1 - TV); Li et al. 2025 (soft targets); Hsu et al. 2024
 (Liger, the fusion of head and loss).
 """
@@ -117,22 +113,18 @@ class LossSpec:
         offsets: pass j at line s is judged by the target's law at line s + offsets[j].
         weights: of the passes; only their ratios count.
         chunk_rows: positions at a time.
-        by_survival: weigh a pass also by the probability that its chain got so far.
     """
 
     kind: str
     offsets: Sequence[int]
     weights: Sequence[float]
     chunk_rows: int = 4096
-    by_survival: bool = False
 
     def __post_init__(self) -> None:
         """Check the choices."""
         if self.kind not in LOSSES:
             raise ConfigError(f"loss={self.kind!r} is not allowed; give one of {', '.join(LOSSES)}")
         assert len(self.offsets) == len(self.weights), (self.offsets, self.weights)
-        first = self.offsets[0]
-        assert list(self.offsets) == list(range(first, first + len(self.offsets))), self.offsets
 
 
 @dataclass(frozen=True)
@@ -200,7 +192,6 @@ class _FusedLoss(torch.autograd.Function):
         ]
         sums = torch.zeros(3, num_passes, dtype=torch.float64, device=hidden.device)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        survival = torch.ones(num_passes + 1, hidden.shape[1] + 1, device=hidden.device)
         law_of, judge = (_law_of, _judge)
         if hidden.is_cuda:
             law_of, judge = (_law_compiled, _judge_compiled)
@@ -220,10 +211,6 @@ class _FusedLoss(torch.autograd.Function):
                     judged = judge(spec.kind, linear(states, head.rows), law)
                     sums[:, j] += torch.stack(judged[:3]).mul_(valid).sum(1)
                     scale = (scales[j] * valid).float()
-                    if spec.by_survival:
-                        scale *= survival[j, lines]
-                        # The chain's next pass is judged by the line behind; lines rise.
-                        survival[j + 1, lines + 1] = survival[j, lines] * judged.accepted
                     loss += (judged.loss * scale).sum()
                     if grad is not None:
                         own = (judged.grad @ head.rows).float() * scale[:, None]
