@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.draft_sampling import DraftSamplingConfig
+from drafters.shipped import SHIPPED, shipped_folder
 from runner.loader import check_same_vocabulary, load_model, load_tokenizer
 from runner.shared_model import load_shared_model, shares_embedding
 from runner.vocabulary import VocabularyMap, map_vocabulary
@@ -31,25 +32,26 @@ class DraftModelConfig(DraftSamplingConfig):
     """Parameters of a draft model, beside how its drafts are chosen.
 
     Args:
-        model: name, hub id or folder of a causal model; "target" drafts with the target itself.
+        model: name, hub id or folder of a causal model; "shipped" = the one that comes with the
+            project for the target; "target" drafts with the target itself.
         cross_vocab: take a model with another tokenizer, and draft what both vocabularies have.
     """
 
     name: str = "draft_model"
-    model: str = ""
+    model: str = SHIPPED
     cross_vocab: bool = False
 
     def __post_init__(self) -> None:
         """Check the choices."""
         if not self.model:
             raise ConfigError(
-                "drafter draft_model needs model=<hub id, folder, or 'target'>, got none"
+                "drafter draft_model needs model=<hub id, folder, 'shipped' or 'target'>, got none"
             )
         super().__post_init__()
-        if self.cross_vocab and self.model == "target":
+        if self.cross_vocab and self.model in ("target", SHIPPED):
             raise ConfigError(
-                "drafter draft_model: cross_vocab has no effect with model='target', whose "
-                "vocabulary is the same; leave it out"
+                f"drafter draft_model: cross_vocab has no effect with model={self.model!r}, whose "
+                f"vocabulary is the same; leave it out"
             )
 
 
@@ -69,6 +71,8 @@ class DraftModelDrafter(AutoregressiveDrafter):
                 model shares the embedding of another target.
         """
         name = self.config.model
+        if name == SHIPPED:
+            name = shipped_folder(self.config.name, target, "model")
         if name == "target":
             self.use_model(target.model, target)
             return

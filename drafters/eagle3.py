@@ -10,6 +10,7 @@ Source: Li et al. 2025, EAGLE-3 (whose trees of drafts are not built here).
 from dataclasses import dataclass
 
 from drafters.heads.chain import HeadConfig, HeadDrafter
+from drafters.shipped import SHIPPED
 from specdec.registry import register_drafter
 
 
@@ -18,6 +19,7 @@ class Eagle3Config(HeadConfig):
     """Parameters of an EAGLE-3 head; see `HeadConfig`."""
 
     name: str = "eagle3"
+    path: str = SHIPPED
 
 
 @register_drafter("eagle3", Eagle3Config)

@@ -7,7 +7,7 @@ Nothing here needs Hydra.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HF_LOOKUP = "transformers prompt lookup"
 _HF_LOOKUP_TOKENS = 10  # transformers' own default of prompt lookup
+_ARMS = ("ngram 4", "ngram 10", "draft_model 3", "eagle3 2", "eagle3 3", "eagle3 5")
 
 
 @dataclass
@@ -40,7 +42,9 @@ class GenerateBenchConfig:
         device: "auto", "cpu" or "cuda".
         max_tokens: new tokens a prompt at most.
         per_category: prompts of each category (or file).
-        ngram_k: values of K for the n-gram arm.
+        arms: of ours, beside the autoregressive one: a drafter's name and K, as "ngram 4", or a
+            mapping with the keys `drafter` (name, or mapping with a key "name"),
+            `num_speculative_tokens` and, if it is to be called otherwise, `label`.
         max_model_len: tokens, prompt included; longer prompts are left out.
     """
 
@@ -50,7 +54,7 @@ class GenerateBenchConfig:
     device: str = "auto"
     max_tokens: int = 48
     per_category: int = 4
-    ngram_k: list[int] = field(default_factory=lambda: [4, 10])
+    arms: list[Any] = field(default_factory=lambda: list(_ARMS))
     max_model_len: int = 2048
 
     def __post_init__(self) -> None:
@@ -58,8 +62,42 @@ class GenerateBenchConfig:
         for name in ("max_tokens", "per_category", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"bench.{name}={getattr(self, name)} is not allowed; give >= 1")
-        if min(self.ngram_k, default=1) < 1:
-            raise ConfigError(f"bench.ngram_k={self.ngram_k} is not allowed; give integers >= 1")
+        names = [arm.label for arm in self.parsed_arms()]
+        if len({*names}) < len(names):
+            raise ConfigError(f"bench.arms has an arm twice: {', '.join(names)}; give labels")
+
+    def parsed_arms(self) -> list["ArmOfOurs"]:
+        """Return what the arms are.
+
+        Raises:
+            ConfigError: one cannot be read.
+        """
+        return [_parse_arm(arm) for arm in self.arms]
+
+
+@dataclass(frozen=True)
+class ArmOfOurs:
+    """A drafter at a number of drafts."""
+
+    label: str
+    drafter: Any
+    k: int
+
+
+def _parse_arm(value: Any) -> ArmOfOurs:
+    """Read an arm; see `GenerateBenchConfig`."""
+    if isinstance(value, str):
+        name, _, k = value.partition(" ")
+        value = {"drafter": name, "num_speculative_tokens": int(k) if k.isdecimal() else k}
+    k = value.get("num_speculative_tokens") if isinstance(value, Mapping) else None
+    drafter = value.get("drafter") if isinstance(value, Mapping) else None
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or not drafter:
+        raise ConfigError(
+            f"bench.arms: {value!r} is no arm; give a drafter and K >= 1, as 'ngram 4', or a "
+            f"mapping with drafter and num_speculative_tokens"
+        )
+    name = drafter.get("name") if isinstance(drafter, Mapping) else drafter
+    return ArmOfOurs(str(value.get("label") or f"{name} K={k}"), drafter, k)
 
 
 # An arm takes prompt token ids and returns (new token ids, seconds, statistics).
@@ -142,14 +180,12 @@ def _arms(
     model = model.to(device).eval()
     arms: dict[str, Arm] = {
         "transformers": _hf_arm(model, config, {}),
-        "transformers prompt lookup": _hf_arm(
-            model, config, {"prompt_lookup_num_tokens": _HF_LOOKUP_TOKENS}
-        ),
+        _HF_LOOKUP: _hf_arm(model, config, {"prompt_lookup_num_tokens": _HF_LOOKUP_TOKENS}),
         "none": _our_arm(target, config, "none", 0, 0.0),
         "none T=1": _our_arm(target, config, "none", 0, 1.0),
     }
-    for k in config.ngram_k:
-        arms[f"ngram K={k}"] = _our_arm(target, config, "ngram", k, 0.0)
+    for arm in config.parsed_arms():
+        arms[arm.label] = _our_arm(target, config, arm.drafter, arm.k, 0.0)
     return arms
 
 
@@ -173,7 +209,7 @@ def _hf_arm(model: Any, config: GenerateBenchConfig, options: dict[str, Any]) ->
 
 
 def _our_arm(
-    target: LoadedTarget, config: GenerateBenchConfig, drafter: str, k: int, temperature: float
+    target: LoadedTarget, config: GenerateBenchConfig, drafter: Any, k: int, temperature: float
 ) -> Arm:
     llm = LLM(
         target,
@@ -208,7 +244,8 @@ def summarise_generate_bench(rows: "pd.DataFrame", num_resamples: int = 2000) ->
 
     Returns:
         One row per arm: tokens_per_s, accepted_length, and the factors over transformers' greedy
-        generate and over our autoregressive arm, each with the ends of its interval.
+        generate, plain and with prompt lookup, over our autoregressive arm and over the fastest arm
+        of prompt lookup, each with the ends of its interval.
     """
     import pandas as pd
 
@@ -221,6 +258,12 @@ def summarise_generate_bench(rows: "pd.DataFrame", num_resamples: int = 2000) ->
         tokens, seconds = own["num_tokens"].to_numpy(), own["wall_s"].to_numpy()
         resampled[arm] = tokens[picks].sum(1) / seconds[picks].sum(1)
         rates[arm] = tokens.sum() / seconds.sum()
+    bases = {"transformers": "transformers", "none": "none"}
+    if _HF_LOOKUP in arms:
+        bases["transformers_lookup"] = _HF_LOOKUP
+    lookups = [arm for arm in arms if arm.startswith("ngram")]
+    if lookups:
+        bases["ngram"] = max(lookups, key=rates.__getitem__)
     table = []
     for arm, own in arms.items():
         line: dict[str, Any] = {
@@ -230,9 +273,9 @@ def summarise_generate_bench(rows: "pd.DataFrame", num_resamples: int = 2000) ->
             "same_text": int(own["same_text"].sum()),
             "num_prompts": num_prompts,
         }
-        for base in ("transformers", "none"):
-            low, high = np.percentile(resampled[arm] / resampled[base], [2.5, 97.5])
-            line[f"over_{base}"] = rates[arm] / rates[base]
+        for base, other in bases.items():
+            low, high = np.percentile(resampled[arm] / resampled[other], [2.5, 97.5])
+            line[f"over_{base}"] = rates[arm] / rates[other]
             line[f"over_{base}_low"], line[f"over_{base}_high"] = low, high
         table.append(line)
     return pd.DataFrame(table)

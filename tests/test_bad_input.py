@@ -89,7 +89,7 @@ WRONG_CONFIG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"drafter": {"name": "ngram", "maxn": 3}}, ("'ngram'", "'maxn'", "did you mean 'max_n'")),
     ({"drafter": {"name": "ngram", "max_n": "3"}}, ("'ngram'", "max_n='3'", "int")),
     ({"drafter": {"name": "ngram", "max_n": 1, "min_n": 2}}, ("ngram", "min_n=2", "max_n=1")),
-    ({"drafter": "draft_model"}, ("draft_model", "model=")),
+    ({"drafter": {"name": "draft_model", "model": ""}}, ("draft_model", "model=")),
     (
         {"drafter": {"name": "draft_model", "model": "target", "sampling": "gumbl"}},
         ("draft_model", "sampling='gumbl'", "'gumbel'"),

@@ -188,9 +188,9 @@ def test_every_bench_is_an_option_with_the_defaults_of_its_module(name: str) -> 
 
 
 def test_no_bench_is_generate_and_values_reach_it() -> None:
-    found, config = compose_bench("bench.ngram_k=[3]", "files=[a.jsonl]")
+    found, config = compose_bench("bench.arms=[ngram 3]", "files=[a.jsonl]")
     assert found is BENCHES["generate"]
-    assert config == GenerateBenchConfig(ngram_k=[3])
+    assert config == GenerateBenchConfig(arms=["ngram 3"])
     assert compose_bench("bench=step", "bench.num_reqs=[2,4]")[1].num_reqs == [2, 4]
 
 
@@ -209,8 +209,10 @@ def run_app(
         (["bench=stp"], ["bench=stp", "'step'", "generate"]),
         (["bench.max_tokns=3"], ["bench.max_tokns", "'max_tokens'"]),
         (["bench.max_tokens=0"], ["bench.max_tokens=0", ">= 1"]),
-        (["bench.ngram_k=[-1]"], ["bench.ngram_k=[-1]", ">= 1"]),
-        (["bench.ngram_k=x"], ["bench.ngram_k='x'", "a list"]),
+        (["bench.arms=[ngram -1]"], ["bench.arms", "K >= 1"]),
+        (["bench.arms=[{drafter:ngram}]"], ["bench.arms", "num_speculative_tokens"]),
+        (["bench.arms=[ngram 2,ngram 2]"], ["an arm twice", "ngram K=2"]),
+        (["bench.arms=x"], ["bench.arms='x'", "a list"]),
         (["+bench.foo=1"], ["bench.foo", "max_tokens"]),
         (["bench.name=stp"], ["'stp'", "'step'"]),
         (["bench.name=step"], ["bench.target", "num_reqs"]),

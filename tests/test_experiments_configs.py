@@ -41,7 +41,6 @@ NEEDED = {
     "drafter=medusa": ["drafter.path=heads"],
     "drafter=block_parallel": ["drafter.path=head"],
     "drafter=eagle": ["drafter.path=head"],
-    "drafter=eagle3": ["drafter.path=head"],
     "drafter=record": ["drafter.folder=states"],
     "verifier=plugin": ["verifier.name=greedy"],
     "verifier=synthetic": ["verifier.mean_length=2"],

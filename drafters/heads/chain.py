@@ -15,6 +15,7 @@ from torch import Tensor
 from drafters.draft_sampling import DraftSamplingConfig, SamplingDrafter
 from drafters.heads.checkpoint import HeadCheckpoint, load_head
 from drafters.heads.modules import ChainHead, make_head
+from drafters.shipped import SHIPPED, shipped_folder
 from runner.head_inputs import first_head_inputs, next_head_inputs
 from runner.kv_cache import PagedKVCache
 from runner.models.packed_linear import pack_linears
@@ -33,8 +34,9 @@ class HeadConfig(DraftSamplingConfig):
     """Parameters of a head, beside how drafts are chosen.
 
     Args:
-        path: folder with config.json and *.safetensors, in the layout of the EAGLE repository, of
-            SpecForge or of speculators.
+        path: folder or hub id with config.json and *.safetensors, in the layout of the EAGLE
+            repository, of SpecForge or of speculators; "shipped" = the one that comes with the
+            project for the target.
     """
 
     path: str = ""
@@ -59,8 +61,11 @@ class HeadDrafter(SamplingDrafter):
             ConfigError: it was made for another target, or is another kind of head.
             WeightsError, UnsupportedError: its files cannot be read, or it cannot be run.
         """
-        checkpoint = load_head(self.config.path, self.method)
-        check_fits(checkpoint, self.config.path, target)
+        path = self.config.path
+        if path == SHIPPED:
+            path = shipped_folder(self.config.name, target, "path")
+        checkpoint = load_head(path, self.method)
+        check_fits(checkpoint, path, target)
         spec = checkpoint.spec
         self.head = build_head(checkpoint, target)
         # [V_draft] int64, where the head knows a part of the target's vocabulary alone
