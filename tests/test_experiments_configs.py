@@ -123,12 +123,13 @@ def test_values_reach_the_objects_they_belong_to() -> None:
     assert config.sampling.params(seed=1).top_p == 0.9
 
 
-def test_the_demo_asks_every_category_and_compares_two_lengths() -> None:
+def test_the_demo_asks_every_category_and_compares_what_is_there() -> None:
     config = compose_run("experiment=demo")
     questions = choose_questions(config.prompts)
-    assert len(questions) == 24
+    assert len(questions) == 12
     assert len({question.category for question in questions}) == 6
-    assert [spec.name for spec in plan_arms(config)] == ["none", "ngram K=4", "ngram K=10"]
+    drafters = [spec.drafter.entry.name for spec in plan_arms(config)]
+    assert drafters == ["none", "ngram", "suffix", "draft_model", "eagle3", "mixed"]
 
 
 def test_the_command_line_wins_over_a_preset() -> None:

@@ -143,7 +143,8 @@ def _options(records: Sequence[Mapping[str, Any]]) -> Iterable[str]:
         shown = {
             name: value
             for name, value in config.items()
-            if name not in left_out and (name in _SHOWN or value != defaults.get(name))
+            # A name that this version does not know is of an option that is no more.
+            if name in defaults.keys() - left_out and (name in _SHOWN or value != defaults[name])
         }
         text = ", ".join(f"{name} {value}" for name, value in shown.items())
         yield f"Options of run {i}: {text}. Versions: " + ", ".join(
@@ -159,13 +160,12 @@ def _curve(lines: Sequence[Mapping[str, Any]]) -> str:
     shown = {index: trained[index] for index in steps}
     rows: list[tuple[int, Sequence[object]]] = []
     for line in shown.values():
-        first, last = line["accepted"], line["agreed"]
         rows.append(
             (
                 line["step"],
                 (
                     line["step"], f"{line['num_tokens'] / 1e6:.1f}", f"{line['loss']:.3f}",
-                    f"{first[0]:.3f}, {first[-1]:.3f}", f"{last[0]:.3f}, {last[-1]:.3f}", "",
+                    _ends(line["accepted"]), _ends(line["agreed"]), "",
                 ),
             )
         )  # fmt: skip
@@ -175,6 +175,11 @@ def _curve(lines: Sequence[Mapping[str, Any]]) -> str:
                 rows.append((line["step"], (line["step"], "", "", "", "", f"{value:.2f}")))
     head = ("step", "tokens (M)", "loss", "acceptance", "agreement", "length")
     return table(head, [row for _, row in sorted(rows, key=lambda row: row[0])])
+
+
+def _ends(values: Sequence[float]) -> str:
+    """Return the first and the last of some figures."""
+    return ", ".join(f"{value:.3f}" for value in (values[0], *values[1:][-1:]))
 
 
 def _data(folders: Sequence[Path]) -> str:

@@ -69,7 +69,11 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _shares(train: np.ndarray, asked: np.ndarray) -> Mapping[str, float | int]:
-    in_train, in_asked = np.isin(asked, train), np.isin(train, asked)
+    # The training text is large and the questions are few: only these are sorted.
+    known = np.unique(asked)
+    place = np.minimum(np.searchsorted(known, train), max(len(known) - 1, 0))
+    in_asked = known[place] == train if len(known) else np.zeros(len(train), dtype=bool)
+    in_train = np.isin(asked, train[in_asked])
     return {
         "num_train": len(train),
         "num_questions": len(asked),
