@@ -36,7 +36,7 @@ def test_a_shipped_drafter_is_found_for_its_target_alone(name: str) -> None:
     with pytest.raises(ConfigError, match="no medusa comes with the project"):
         shipped_folder("medusa", view(), "path")
     with pytest.raises(ConfigError, match=f"no {name} comes with the project for this target"):
-        LLM(tiny_target(), name)
+        LLM(tiny_target(), name, max_model_len=64)
 
 
 def test_shipped_files_are_small() -> None:
