@@ -7,8 +7,7 @@ Reads what `experiments.run` left in the folder and writes `report.html` (one se
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from rich.console import Console
 from experiments import tables
 from experiments.plots import write_plots
 from experiments.tables import render_table
-from specdec.errors import CapacityError, ConfigError, SpecdecError
+from specdec.analysis import Run, load_run
+from specdec.errors import CapacityError, SpecdecError
 from specdec.metrics import (
     idle_positions,
     position_table,
@@ -27,86 +27,6 @@ from specdec.metrics import (
     summarise_categories,
     time_split,
 )
-from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
-
-_TABLES = {
-    "requests.parquet": (*REQUEST_COLUMNS, "arm"),
-    "steps.parquet": (*STEP_COLUMNS, "arm"),
-    "timings.parquet": ("arm", "group", "category", "num_tokens", "wall_s"),
-}
-_TEXTS = ("arms.json", "provenance.json", "config.yaml")
-_ARM_KEYS = {"arm", "drafter", "k", "verifier", "temperature", "lossless", "verdict"}
-_ARM_KEYS |= {"device", "graph_scope", "launches", "capture", "draft_length"}
-_CAPTURE_KEYS = {"num_graphs", "seconds", "num_bytes"}
-_VERDICT_KEYS = {"status", "dtype", "num_compared", "num_equal", "note"}
-
-
-@dataclass
-class Run:
-    """What a run folder holds."""
-
-    requests: pd.DataFrame
-    steps: pd.DataFrame
-    timings: pd.DataFrame
-    arms: list[dict[str, Any]]  # the autoregressive arm first
-    provenance: dict[str, Any]
-    config_text: str
-
-
-def load_run(folder: Path) -> Run:
-    """Read a run folder.
-
-    Raises:
-        ConfigError: a file is missing or unreadable, or lacks columns or keys.
-    """
-    missing = [name for name in (*_TABLES, *_TEXTS) if not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(
-            f"{folder} is no complete run folder: {', '.join(missing)} missing; "
-            "give a folder that `python -m experiments.run` finished"
-        )
-    frames: dict[str, pd.DataFrame] = {}
-    name = ""
-    try:
-        for name, columns in _TABLES.items():
-            frames[name] = pd.read_parquet(folder / name)
-            _check_names(folder / name, columns, frames[name].columns)
-        name = "arms.json"
-        arms = json.loads((folder / name).read_text(encoding="utf-8"))
-        _check_arms(folder / name, arms)
-        name = "provenance.json"
-        provenance = json.loads((folder / name).read_text(encoding="utf-8"))
-        name = "config.yaml"
-        config_text = (folder / name).read_text(encoding="utf-8")
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / name} cannot be read ({error}); run it again") from error
-    known = {arm["arm"] for arm in arms}
-    for name, frame in frames.items():
-        unknown = sorted(set(frame["arm"]) - known)
-        if unknown:
-            raise ConfigError(f"{folder / name} has the arms {unknown}, which arms.json lacks")
-    requests, steps, timings = frames.values()
-    return Run(requests, steps, timings, arms, provenance, config_text)
-
-
-def _check_names(path: Path, needed: Iterable[str], given: Iterable[str]) -> None:
-    lacking = [name for name in needed if name not in set(given)]
-    if lacking:
-        raise ConfigError(f"{path} lacks {', '.join(lacking)}; run it again with this version")
-
-
-def _check_arms(path: Path, arms: Any) -> None:
-    if not isinstance(arms, list) or not arms:
-        raise ConfigError(f"{path} names no arm; the first must be the autoregressive one")
-    for arm in arms:
-        _check_names(path, sorted(_ARM_KEYS), arm)
-        _check_names(path, sorted(_VERDICT_KEYS), arm["verdict"])
-        _check_names(path, sorted(_CAPTURE_KEYS), arm["capture"])
-    names = [arm["arm"] for arm in arms]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{path} names an arm twice: {names}; every arm needs a name of its own")
 
 
 def build_report(folder: Path) -> Path:
