@@ -208,7 +208,9 @@ def _title(row: Mapping[Any, Any], axes: Sequence[str]) -> str:
         elif name == "target":
             parts.append(str(value).rpartition("/")[2])
         else:
-            parts.append(f"{name.replace('_', ' ')} {value:g}" if _is_number(value) else f"{name} {value}")
+            parts.append(
+                f"{name.replace('_', ' ')} {value:g}" if _is_number(value) else f"{name} {value}"
+            )
     return ", ".join(parts)
 
 

@@ -60,7 +60,7 @@ def write_plots(
                 "Share of valid drafts accepted, by position",
                 "Lines of unconditional and conditional acceptance over the draft position, by "
                 "arm; the numbers are in the table below.",
-                _positions(positions, arms),
+                draw_positions(positions, arms),
             ),
             write_plot(
                 folder / "speed.png",
@@ -74,14 +74,14 @@ def write_plots(
                 "Milliseconds per decode step, by phase",
                 "Stacked bars of milliseconds per decode step by phase "
                 f"({', '.join(shown_phases(times))}); the numbers are in the table below.",
-                _time_split(times),
+                draw_time_split(times),
             ),
             write_plot(
                 folder / "categories.png",
                 "Mean accepted length by category (bonus included)",
                 "Grouped bars of mean accepted length by category and arm; the numbers are in the "
                 "table of categories.",
-                _categories(categories, arms),
+                draw_categories(categories, arms),
             ),
         ]
 
@@ -102,7 +102,13 @@ def _speed(summary: pd.DataFrame) -> Figure:
     return figure
 
 
-def _positions(positions: pd.DataFrame, arms: Sequence[str]) -> Figure:
+def draw_positions(positions: pd.DataFrame, arms: Sequence[str]) -> Figure:
+    """Draw acceptance over the draft position, unconditional and conditional.
+
+    Args:
+        positions: from `specdec.metrics.position_table`.
+        arms: all names in the order of their colours, the first the baseline's.
+    """
     drafted = positions.loc[positions["num_drafted"] > 0]
     drafting = [(index, arm) for index, arm in enumerate(arms) if arm in set(drafted["arm"])]
     figure, both = new_figure(5.4 + legend_in([arm for _, arm in drafting]), rows=2)
@@ -135,7 +141,8 @@ def _positions(positions: pd.DataFrame, arms: Sequence[str]) -> Figure:
     return figure
 
 
-def _time_split(times: pd.DataFrame) -> Figure:
+def draw_time_split(times: pd.DataFrame) -> Figure:
+    """Draw where a decode step's time goes, from `specdec.metrics.time_split`."""
     figure, (axes,) = new_figure(1.6 + 0.42 * len(times))
     places = np.arange(len(times))
     left = np.zeros(len(times))
@@ -159,7 +166,14 @@ def _time_split(times: pd.DataFrame) -> Figure:
     return figure
 
 
-def _categories(categories: pd.DataFrame, arms: Sequence[str]) -> Figure:
+def draw_categories(categories: pd.DataFrame, arms: Sequence[str]) -> Figure:
+    """Draw the mean accepted length by category, a bar an arm.
+
+    Args:
+        categories: from `specdec.metrics.summarise_categories`.
+        arms: all names in the order of their colours, the first the baseline's: it has no bars
+            unless it is the only one.
+    """
     names = list(categories["category"].unique())
     shown = [(index, arm) for index, arm in enumerate(arms) if index or len(arms) == 1]
     height = 1.2 + len(names) * (0.17 * len(shown) + 0.2)
