@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
+from experiments.model_plots import model_section
 from experiments.overview_data import (
     RANDOM_FLAG,
     Overview,
@@ -68,7 +69,7 @@ def _write_overview(overview: Overview, folder: Path) -> Path:
     images = folder / "overview"
     for old in images.glob("*.png"):  # of a sweep that has grown since: its panels may be others
         old.unlink()
-    sections = write_sections(images, overview)
+    sections = [*write_sections(images, overview), model_section(images, overview)]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

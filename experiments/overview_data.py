@@ -35,8 +35,9 @@ class Overview:
 
     Args:
         runs: as loaded.
-        summary: `Runs.summary` with the columns `series`, `setting` (the panel's title), `ms_per_token`
-            with its interval, and one column for each axis that comes from the configuration.
+        summary: `Runs.summary` with the columns `series`, `setting` (the panel's title),
+            `ms_per_token` with its interval, and one for each axis that comes from the
+            configuration.
         axes: columns of `summary` with more than one value, without drafter and K.
         categories, positions, times: of `Runs`, with `series`, `k`, `setting`, `batch_size`.
     """

@@ -79,8 +79,7 @@ def write_panels(
     for number, (title, rows) in enumerate(shown, start=1):
         figure, alt = draw(rows)
         path = folder / (f"{name}.png" if number == 1 else f"{name}_{number}.png")
-        heading = f"{section.heading}: {title}" if title else section.heading
-        section.plots.append(write_plot(path, heading, alt, figure))
+        section.plots.append(write_plot(path, title or section.heading, alt, figure))
     if count > len(shown):
         section.notes.append(
             f"The first {len(shown)} of {count} settings are drawn; the table of all arms has "
@@ -101,6 +100,7 @@ def _accepted_length_by_k(folder: Path, overview: Overview) -> Section:
 
     def draw(rows: pd.DataFrame) -> tuple[Figure, str]:
         figure, axes = _lines(rows, overview.series, "k", "accepted_length")
+        axes.set_ylim(*_limits(drafting, "accepted_length"))
         axes.set_xlabel("K, drafts a step at most")
         axes.set_ylabel("committed tokens per step")
         axes.axhline(1.0, color="#333333", linewidth=1, linestyle="--")
@@ -121,6 +121,7 @@ def _speedup_by_k(folder: Path, overview: Overview) -> Section:
 
     def draw(rows: pd.DataFrame) -> tuple[Figure, str]:
         figure, axes = _lines(rows, overview.series, "k", "speedup")
+        axes.set_ylim(*_limits(drafting, "speedup"))
         axes.set_xlabel("K, drafts a step at most")
         _dashed_one(axes)
         return figure, _spoken(rows, "k", "speedup", "K={} {:.2f}x")
@@ -139,6 +140,7 @@ def _speedup_by_batch_size(folder: Path, overview: Overview) -> Section:
 
     def draw(rows: pd.DataFrame) -> tuple[Figure, str]:
         figure, axes = _lines(rows, overview.series, "batch_size", "speedup")
+        axes.set_ylim(*_limits(best, "speedup"))
         if drafting["k"].nunique() > 1:
             for row in rows.dropna(subset=["speedup"]).itertuples():
                 place = (float(row.batch_size), float(row.speedup))  # pyright: ignore
@@ -315,6 +317,14 @@ def _lines(rows: pd.DataFrame, series: Sequence[str], x: str, y: str) -> tuple[F
         say(axes, "not measured")
     add_legend(figure, axes)
     return figure, axes
+
+
+def _limits(frame: pd.DataFrame, name: str) -> tuple[float, float]:
+    """Return limits that hold all values with their intervals, and 1: the same in all panels."""
+    values = frame[[name, f"{name}_low", f"{name}_high"]].to_numpy(np.float64)
+    known = [1.0, *values[np.isfinite(values)]]
+    room = 0.06 * (max(known) - min(known) or 1.0)
+    return min(known) - room, max(known) + room
 
 
 def _dashed_one(axes: Axes) -> None:
