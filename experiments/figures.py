@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
 # A phone shows a figure 366 pixels wide: letters of 10 points, the smallest, are 11 pixels then.
 WIDTH_IN = 4.6
 FONT_POINTS = 10
-DPI = 220
+DPI = 180
 _LETTERS = 58  # that fit the width
 
 
@@ -70,11 +70,12 @@ def legend_in(names: Sequence[str]) -> float:
     return 0.22 * -(-len(names) // legend_columns(names))
 
 
-def add_legend(figure: Figure, axes: Axes, columns: int | None = None) -> None:
+def add_legend(figure: Figure, axes: Axes) -> None:
     """Put the axes' legend below the figure."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = columns or legend_columns(labels)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=legend_columns(labels), frameon=False
+    )
 
 
 def say(axes: Axes, text: str) -> None:

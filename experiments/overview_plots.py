@@ -190,7 +190,7 @@ def _pareto_figure(rows: pd.DataFrame, series: Sequence[str]) -> tuple[Figure, s
             label=name,
         )
     best = rows.loc[frontier(rows["ms_per_token"], rows["tokens_per_s"])]
-    best = best.sort_values("ms_per_token")
+    best = best.sort_values("ms_per_token").drop_duplicates(["ms_per_token", "tokens_per_s"])
     axes.plot(best["ms_per_token"], best["tokens_per_s"], color="#333333", linewidth=1, zorder=1)
     several = rows["batch_size"].nunique() > 1
     labels: list[str] = []

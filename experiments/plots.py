@@ -143,7 +143,7 @@ def draw_positions(positions: pd.DataFrame, arms: Sequence[str]) -> Figure:
 
 def draw_time_split(times: pd.DataFrame) -> Figure:
     """Draw where a decode step's time goes, from `specdec.metrics.time_split`."""
-    figure, (axes,) = new_figure(1.6 + 0.42 * len(times))
+    figure, (axes,) = new_figure(1.7 + 0.42 * len(times))
     places = np.arange(len(times))
     left = np.zeros(len(times))
     phases = shown_phases(times)
@@ -159,10 +159,10 @@ def draw_time_split(times: pd.DataFrame) -> Figure:
             textcoords="offset points",
             va="center",
         )
-    axes.set_xlim(0, 1.2 * left.max(initial=0.0) or 1.0)
+    axes.set_xlim(0, 1.3 * left.max(initial=0.0) or 1.0)
     name_places(axes, list(times["arm"]))
     axes.set_xlabel("milliseconds per decode step")
-    add_legend(figure, axes, columns=len(phases))
+    add_legend(figure, axes)
     return figure
 
 
@@ -197,7 +197,7 @@ def draw_categories(categories: pd.DataFrame, arms: Sequence[str]) -> Figure:
     axes.set_xlim(0, 1.05 * top)
     axes.axvline(1.0, color="#333333", linewidth=1, linestyle="--")
     name_places(axes, [category_label(name) for name in names])
-    axes.set_xlabel("committed tokens per verification step (dashed: no drafts)")
+    axes.set_xlabel("committed tokens per step (dashed: no drafts)")
     add_legend(figure, axes)
     return figure
 

@@ -85,6 +85,7 @@ class SpeedupModel:
     def __post_init__(self) -> None:
         """Look which costs are known."""
         self._is_split = bool(len(self.points)) and not self.points[_SHARED].isna().any()
+        self._curves: dict[tuple[str | None, str, str], dict[tuple[float, ...], float]] = {}
 
     def can_predict(self, series: str) -> bool:
         """Return whether costs and acceptance of a drafter and of its rival are known."""
@@ -114,20 +115,34 @@ class SpeedupModel:
 
     def _step(self, series: str, k: int, num_reqs: int, context: float) -> dict[str, Interpolated]:
         """Return the parts of a step's time and their sum."""
-        own = self.points.loc[self.points["series"] == series]
         at = (k, context, num_reqs)
         if not self._is_split:
-            return {"step_ms": interpolate(_curve(own, "k", "step_ms"), at)}
-        positions = interpolate(_curve(own, "k", "positions"), at)
-        parts = {
-            _SHARED: interpolate(
-                _curve(self.points, "positions", _SHARED), (positions.value, *at[1:])
-            )
-        }
-        parts |= {name: interpolate(_curve(own, "k", name), at) for name in _OWN}
+            return {"step_ms": interpolate(self._curve(series, "k", "step_ms"), at)}
+        positions = interpolate(self._curve(series, "k", "positions"), at)
+        shared = self._curve(None, "positions", _SHARED)
+        parts = {_SHARED: interpolate(shared, (positions.value, *at[1:]))}
+        parts |= {name: interpolate(self._curve(series, "k", name), at) for name in _OWN}
         total = sum(part.value for part in parts.values())
         is_extrapolated = any(part.is_extrapolated for part in (positions, *parts.values()))
         return {**parts, "step_ms": Interpolated(total, is_extrapolated)}
+
+    def _curve(self, series: str | None, x: str, y: str) -> dict[tuple[float, ...], float]:
+        """Return (x, context, number of requests) -> y, points at one place averaged by steps.
+
+        Args:
+            series: whose points; None takes all.
+            x, y: columns of the points.
+        """
+        key = series, x, y
+        if key not in self._curves:
+            sums: dict[tuple[float, ...], tuple[float, float]] = {}
+            columns = ["series", x, "context", "num_reqs", y, "num_steps"]
+            for name, *place, value, weight in self.points[columns].itertuples(index=False):
+                if series in (None, name):
+                    total, count = sums.get(tuple(place), (0.0, 0.0))
+                    sums[tuple(place)] = total + value * weight, count + weight
+            self._curves[key] = {place: total / count for place, (total, count) in sums.items()}
+        return self._curves[key]
 
     def surface(self, series: str, batch_sizes: Sequence[int], context: float) -> pd.DataFrame:
         """Return predictions for every K up to the largest measured and every batch size."""
@@ -257,15 +272,6 @@ def _held_out(
     smaller = SpeedupModel(rest, {series: conditional_acceptance(own, own["k"])})
     line = smaller.predict(*at)
     return np.nan if line["is_extrapolated"] else line["speedup"]
-
-
-def _curve(points: pd.DataFrame, x: str, y: str) -> dict[tuple[float, ...], float]:
-    """Return (x, context, number of requests) -> y, points at the same place averaged."""
-    places = points.groupby([x, "context", "num_reqs"])
-    weighted = places[[y, "num_steps"]].apply(
-        lambda rows: float(np.average(rows[y], weights=rows["num_steps"]))
-    )
-    return {tuple(map(float, place)): value for place, value in weighted.items()}  # pyright: ignore
 
 
 def main(argv: Sequence[str] | None = None) -> int:
