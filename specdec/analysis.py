@@ -61,6 +61,10 @@ class Run:
         """Return whether the run came to its end; an interrupted one leaves a part."""
         return self.provenance.get("duration_s") is not None
 
+    def traces(self, arm: str) -> ArmTraces:
+        """Return what an arm is compared by."""
+        return _arm_traces(self.requests, self.timings, arm, self.arms[0]["arm"])
+
 
 @dataclass
 class Runs:
@@ -130,7 +134,7 @@ class Runs:
                 f"{arm} and {other} were not asked the same prompts ({asked[0]} and {asked[1]}); "
                 "compare arms of runs with the same `prompts`"
             )
-        one, two = (self._traces(*place) for place in places)
+        one, two = (self.traces(*place) for place in places)
         if not set(one.requests["request_id"]) & set(two.requests["request_id"]):
             raise ConfigError(f"{arm} and {other} have no prompt in common; nothing to compare")
         return metrics.compare_arms(one, two)
@@ -149,14 +153,10 @@ class Runs:
             raise ConfigError(f"{arm!r} {what}; give one of {', '.join(map(repr, names))}")
         return str(found["run"].iloc[0]), str(found["arm"].iloc[0])
 
-    def _traces(self, run: str, arm: str) -> ArmTraces:
+    def traces(self, run: str, arm: str) -> ArmTraces:
+        """Return what an arm of a run is compared by."""
         requests, timings = (f.loc[f["run"] == run] for f in (self.requests, self.timings))
-        first = self.entries[run][0]["arm"]
-        return ArmTraces(
-            requests.loc[requests["arm"] == arm],
-            timings.loc[timings["arm"] == arm],
-            timings.loc[timings["arm"] == first],
-        )
+        return _arm_traces(requests, timings, arm, self.entries[run][0]["arm"])
 
     def _named(self, table: "_Table") -> pd.DataFrame:
         names = self.arms.loc[:, ["run", "arm", "name"]]
@@ -221,6 +221,11 @@ def load(folder: Path | str, *, unfinished: bool = False) -> Runs:
             "left out %d of %d runs: %s", len(left_out), len(loaded) + len(left_out), lines
         )
     return _join(loaded)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a run was written to this very folder, be it unfinished."""
+    return all((folder / name).is_file() for name in ("provenance.json", "config.yaml"))
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
@@ -297,6 +302,16 @@ def _check_arms(path: Path, arms: Any) -> None:
     names = [arm["arm"] for arm in arms]
     if len(set(names)) < len(names):
         raise ConfigError(f"{path} names an arm twice: {names}; every arm needs a name of its own")
+
+
+def _arm_traces(
+    requests: pd.DataFrame, timings: pd.DataFrame, arm: str, baseline: str
+) -> ArmTraces:
+    return ArmTraces(
+        requests.loc[requests["arm"] == arm],
+        timings.loc[timings["arm"] == arm],
+        timings.loc[timings["arm"] == baseline],
+    )
 
 
 def _join(loaded: Mapping[str, Run]) -> Runs:
