@@ -5,7 +5,7 @@
     >>> runs.arms[["run", "arm", "drafter", "k", "temperature", "batch_size"]]
     >>> runs.summary()[["name", "accepted_length", "accepted_length_low", "speedup"]]
     >>> runs.requests.query("arm == 'ngram K=4' and is_verify")["num_accepted"].value_counts()
-    >>> runs.compare("ngram K=8", "ngram K=4")
+    >>> runs.compare("ngram K=8", "ngram K=4")[["measure", "value", "low", "high", "differs"]]
 
 All frames have the first columns `run` and `arm`, by which they merge. Where the numbers come from
 is told by `specdec.metrics` (formulas) and `specdec.trace` (columns of the traces).
@@ -25,13 +25,14 @@ import yaml
 from specdec import metrics
 from specdec.errors import ConfigError
 from specdec.trace import OPTIONAL_COLUMNS, REQUEST_COLUMNS, STEP_COLUMNS
+from specdec.units import ArmTraces
 
 logger = logging.getLogger(__name__)
 
 _TABLES = {
     "requests.parquet": (*REQUEST_COLUMNS, "arm"),
     "steps.parquet": (*STEP_COLUMNS, "arm"),
-    "timings.parquet": ("arm", "group", "category", "num_tokens", "wall_s"),
+    "timings.parquet": ("arm", "group", "category", "num_prompts", "num_tokens", "wall_s"),
 }
 _TEXTS = ("arms.json", "provenance.json", "config.yaml")
 _ARM_KEYS = {"arm", "drafter", "k", "verifier", "temperature", "lossless", "verdict"}
@@ -59,6 +60,10 @@ class Run:
     def is_finished(self) -> bool:
         """Return whether the run came to its end; an interrupted one leaves a part."""
         return self.provenance.get("duration_s") is not None
+
+    def traces(self, arm: str) -> ArmTraces:
+        """Return what an arm is compared by."""
+        return _arm_traces(self.requests, self.timings, arm, self.arms[0]["arm"])
 
 
 @dataclass
@@ -112,6 +117,46 @@ class Runs:
     def times(self) -> pd.DataFrame:
         """Return `specdec.metrics.time_split` of each run, with `run` and `name`."""
         return self._named(lambda run, arms: metrics.time_split(run.requests, run.steps, arms))
+
+    def compare(self, arm: str | tuple[str, str], other: str | tuple[str, str]) -> pd.DataFrame:
+        """Return `specdec.metrics.compare_arms` of two arms, the first against the second.
+
+        Args:
+            arm, other: a `name`, an `arm` that one run has, or a pair of `run` and `arm`.
+
+        Raises:
+            ConfigError: there is no such arm or several, or their runs asked other prompts.
+        """
+        places = self._find(arm), self._find(other)
+        asked = [_question_file(self.configs[run]) for run, _ in places]
+        if asked[0] != asked[1]:
+            raise ConfigError(
+                f"{arm} and {other} were not asked the same prompts ({asked[0]} and {asked[1]}); "
+                "compare arms of runs with the same `prompts`"
+            )
+        one, two = (self.traces(*place) for place in places)
+        if not set(one.requests["request_id"]) & set(two.requests["request_id"]):
+            raise ConfigError(f"{arm} and {other} have no prompt in common; nothing to compare")
+        return metrics.compare_arms(one, two)
+
+    def _find(self, arm: str | tuple[str, str]) -> tuple[str, str]:
+        """Return the run and the arm's own name."""
+        if isinstance(arm, str):
+            found = self.arms.loc[self.arms["name"] == arm]
+            if found.empty:
+                found = self.arms.loc[self.arms["arm"] == arm]
+        else:
+            found = self.arms.loc[(self.arms["run"] == arm[0]) & (self.arms["arm"] == arm[1])]
+        if len(found) != 1:
+            names = list(found["name"]) or list(self.arms["name"])
+            what = "stands for several arms" if len(found) else "is no arm"
+            raise ConfigError(f"{arm!r} {what}; give one of {', '.join(map(repr, names))}")
+        return str(found["run"].iloc[0]), str(found["arm"].iloc[0])
+
+    def traces(self, run: str, arm: str) -> ArmTraces:
+        """Return what an arm of a run is compared by."""
+        requests, timings = (f.loc[f["run"] == run] for f in (self.requests, self.timings))
+        return _arm_traces(requests, timings, arm, self.entries[run][0]["arm"])
 
     def _named(self, table: "_Table") -> pd.DataFrame:
         names = self.arms.loc[:, ["run", "arm", "name"]]
@@ -176,6 +221,11 @@ def load(folder: Path | str, *, unfinished: bool = False) -> Runs:
             "left out %d of %d runs: %s", len(left_out), len(loaded) + len(left_out), lines
         )
     return _join(loaded)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a run was written to this very folder, be it unfinished."""
+    return all((folder / name).is_file() for name in ("provenance.json", "config.yaml"))
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
@@ -254,6 +304,16 @@ def _check_arms(path: Path, arms: Any) -> None:
         raise ConfigError(f"{path} names an arm twice: {names}; every arm needs a name of its own")
 
 
+def _arm_traces(
+    requests: pd.DataFrame, timings: pd.DataFrame, arm: str, baseline: str
+) -> ArmTraces:
+    return ArmTraces(
+        requests.loc[requests["arm"] == arm],
+        timings.loc[timings["arm"] == arm],
+        timings.loc[timings["arm"] == baseline],
+    )
+
+
 def _join(loaded: Mapping[str, Run]) -> Runs:
     """Put runs together."""
     configs = {name: run.config for name, run in loaded.items()}
@@ -310,6 +370,13 @@ def _prompts_label(prompts: Mapping[str, Any]) -> str:
         text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
         parts.append(f"{key}={text}")
     return " ".join(parts)
+
+
+def _question_file(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what prompts are, without how many of them are asked."""
+    how_many = ("per_category", "limit", "categories")
+    prompts = config.get("prompts") or {}
+    return {key: value for key, value in prompts.items() if key not in how_many}
 
 
 def _labels(arms: pd.DataFrame) -> list[str]:

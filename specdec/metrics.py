@@ -39,6 +39,18 @@ Idle positions
     (padding + undrafted positions) / sum(num_computed_tokens): positions that were computed for
     nothing. Undrafted as above, but over the verify rows of the decode steps.
 
+Two arms, of one run or of two, are compared over the prompts that both answered (`compare_arms`):
+
+Difference of accepted lengths
+    mean accepted length of the arm - that of the other.
+Ratio of tokens/s, ratio of speed-ups
+    the arm's / the other's, summed over *blocks*: the smallest sets of whole groups with which both
+    arms ran the same prompts. Where both ran them in the same groups, a block is a group. Each
+    speed-up is against the autoregressive arm of the arm's own run, so that two runs on machines
+    of different speed can be compared by it.
+The arms *differ* where the interval excludes 0 (a ratio's: 1). Each interval stands alone: of
+twenty comparisons of equal arms, one is expected to differ.
+
 A metric whose denominator is zero is NaN, but for the accepted length.
 
 Intervals are 95 % percentile bootstraps: the units (prompts; for timings the groups) are drawn
@@ -46,19 +58,28 @@ with replacement, NUM_RESAMPLES times from a fixed seed, and the statistic is ta
 resampled sums; resamples without a defined value are left out. A prompt is a request, but the
 turns of one conversation, which are alike, are one prompt: where the trace has the column `turn`,
 a request id that ends in "/<turn>" stands for what comes before. The speed-up draws the same
-groups for both arms. Fewer than two units give NaN. The result is that of
-`scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests compare with; on
-sums per unit all resamples are one matrix product.
+groups for both arms, a comparison the same prompts or blocks. Fewer than two units give NaN. The
+result is that of `scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests
+compare with; on sums per unit all resamples are one matrix product.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from specdec.intervals import Array, Estimate, estimate, ratio
+from specdec.units import (
+    ArmTraces,
+    counted,
+    paired_lengths,
+    paired_speeds,
+    prompts_of,
+    sums_by,
+    undrafted,
+    verify_rows,
+)
 
 MIXED = "mixed"  # the category of a group whose prompts have several
 # "launch": device time inside launches that hold several phases; "host": the rest of the step.
@@ -84,7 +105,7 @@ def undrafted_share(requests: pd.DataFrame) -> Estimate:
 
 def tokens_per_s(timings: pd.DataFrame) -> Estimate:
     """Return new tokens per second of wall time, over groups of prompts."""
-    sums = _sums(timings, "group", ["num_tokens", "wall_s"])
+    sums = sums_by(timings, "group", ["num_tokens", "wall_s"])
     return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
 
 
@@ -98,7 +119,7 @@ def speedup(timings: pd.DataFrame, baseline: pd.DataFrame) -> Estimate:
     columns = ["num_tokens", "wall_s"]
     own = timings.loc[timings["group"].isin(baseline["group"])]
     other = baseline.loc[baseline["group"].isin(timings["group"])]
-    sums = np.hstack([_sums(own, "group", columns), _sums(other, "group", columns)])
+    sums = np.hstack([sums_by(own, "group", columns), sums_by(other, "group", columns)])
     return estimate(sums, lambda s: ratio(ratio(s[:, 0], s[:, 1]), ratio(s[:, 2], s[:, 3])))
 
 
@@ -118,8 +139,8 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
     columns += _names("unconditional") + _names("conditional")
     lines: list[dict[str, Any]] = []
     for arm in arms:
-        rows = _verify_rows(_of_arm(requests, arm["arm"]))
-        prompts = _prompts(rows)
+        rows = verify_rows(_of_arm(requests, arm["arm"]))
+        prompts = prompts_of(rows)
         for position in range(1, _num_positions(rows, arm) + 1):
             drafted = rows["num_drafted"] >= position
             counts = pd.DataFrame(
@@ -130,7 +151,7 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
                     "num_accepted": rows["num_accepted"] >= position,
                 }
             )
-            sums = _sums(counts, "prompt", columns[2:5])
+            sums = sums_by(counts, "prompt", columns[2:5])
             totals = [int(total) for total in sums.sum(axis=0)]
             line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
             line |= _named("unconditional", estimate(sums, lambda s: ratio(s[:, 2], s[:, 0])))
@@ -201,11 +222,14 @@ def idle_positions(
 
 def _decode_steps(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return the decode steps' rows of the step trace, with a column `undrafted`."""
-    counted = requests.assign(undrafted=_undrafted(requests))
-    rows = counted.groupby(["arm", "step"]).agg(
-        num_rows=("is_verify", "size"),
-        num_verify=("is_verify", "sum"),
-        undrafted=("undrafted", "sum"),
+    rows = (
+        requests.assign(undrafted=undrafted(requests))
+        .groupby(["arm", "step"])
+        .agg(
+            num_rows=("is_verify", "size"),
+            num_verify=("is_verify", "sum"),
+            undrafted=("undrafted", "sum"),
+        )
     )
     joined = steps.merge(rows, left_on=["arm", "step"], right_index=True, how="inner")
     decode = joined["num_verify"].eq(joined["num_reqs"]) & joined["num_rows"].eq(joined["num_reqs"])
@@ -233,7 +257,7 @@ def summarise_arms(
     lines: list[dict[str, Any]] = []
     for arm in arms:
         name, verdict = arm["arm"], arm["verdict"]
-        line = {key: arm[key] for key in _ARM_KEYS}
+        line = {key: arm[key] for key in _ARM_KEYS} | _flags(arm)
         line |= {"verdict": verdict["status"], "verdict_dtype": verdict["dtype"]}
         line |= {f"verdict_{key}": verdict[key] for key in ("num_compared", "num_equal", "note")}
         line |= _measure(_of_arm(requests, name), _of_arm(timings, name), baseline)
@@ -256,14 +280,15 @@ def summarise_categories(
         One line per arm and category of its prompts, with the measures of `summarise_arms`; the
         timings are NaN for a category whose prompts only ran in mixed groups.
     """
-    columns = ["arm", "k", "category", *_measure(requests.iloc[:0], timings.iloc[:0], timings)]
+    columns = ["arm", "k", "category", *_flags({})]
+    columns += _measure(requests.iloc[:0], timings.iloc[:0], timings)
     lines: list[dict[str, Any]] = []
     for arm in arms:
         own, own_timings = _of_arm(requests, arm["arm"]), _of_arm(timings, arm["arm"])
         baseline = _of_arm(timings, arms[0]["arm"])
         for category in own["label"].unique():
             line = {"arm": arm["arm"], "k": arm["k"], "category": category}
-            line |= _measure(
+            line |= _flags(arm) | _measure(
                 own.loc[own["label"] == category],
                 own_timings.loc[own_timings["category"] == category],
                 baseline.loc[baseline["category"] == category],
@@ -272,16 +297,67 @@ def summarise_categories(
     return pd.DataFrame(lines, columns=columns)
 
 
+def compare_arms(one: ArmTraces, other: ArmTraces) -> pd.DataFrame:
+    """Return how an arm differs from another.
+
+    Args:
+        one, other: arms of one run, or of two runs that asked the same prompts.
+
+    Returns:
+        A line for each `measure` ("accepted_length", "tokens_per_s", "speedup"): its value for
+        `one` and `other` over what both ran, their `change` ("difference" or "ratio") as `value`
+        with `low` and `high`, whether they differ (`differs`), and `num_units` (prompts or blocks
+        that were drawn).
+    """
+    lengths, speeds = paired_lengths(one, other), paired_speeds(one, other)
+    lines: list[dict[str, Any]] = []
+    for measure, change, sums, values in (
+        ("accepted_length", "difference", lengths, _two_lengths),
+        ("tokens_per_s", "ratio", speeds, _two_speeds),
+        ("speedup", "ratio", speeds, _two_speedups),
+    ):
+        combine = np.subtract if change == "difference" else ratio
+        result = Estimate(np.nan, np.nan, np.nan)
+        both = [np.nan, np.nan]
+        if len(sums):
+            result = estimate(sums, lambda s, f=values, g=combine: g(*f(s)))
+            both = [float(v[0]) for v in values(sums.sum(axis=0, keepdims=True))]
+        none = 0.0 if change == "difference" else 1.0
+        line: dict[str, Any] = {"measure": measure, "one": both[0], "other": both[1]}
+        line |= {"change": change, **result._asdict()}
+        line |= {"differs": result.low > none or result.high < none, "num_units": len(sums)}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _two_lengths(sums: Array) -> tuple[Array, Array]:
+    return ratio(sums[:, 0], sums[:, 1], 1.0), ratio(sums[:, 2], sums[:, 3], 1.0)
+
+
+def _two_speeds(sums: Array) -> tuple[Array, Array]:
+    return ratio(sums[:, 0], sums[:, 1]), ratio(sums[:, 4], sums[:, 5])
+
+
+def _two_speedups(sums: Array) -> tuple[Array, Array]:
+    one, other = _two_speeds(sums)
+    return ratio(one, ratio(sums[:, 2], sums[:, 3])), ratio(other, ratio(sums[:, 6], sums[:, 7]))
+
+
 _ARM_KEYS = ("arm", "drafter", "k", "verifier", "temperature", "lossless")
+
+
+def _flags(arm: Arm) -> dict[str, bool]:
+    """Return what a reader must know of an arm's prompts."""
+    return {"random_tokens": bool(arm.get("random_tokens", False))}
 
 
 def _measure(
     requests: pd.DataFrame, timings: pd.DataFrame, baseline: pd.DataFrame
 ) -> dict[str, Any]:
     """Return the measures that arms and categories share."""
-    rows = _verify_rows(requests)
+    rows = verify_rows(requests)
     return {
-        "num_prompts": _prompts(requests).nunique(),
+        "num_prompts": prompts_of(requests).nunique(),
         "num_verify_steps": len(rows),
         **_named("accepted_length", accepted_length(requests)),
         "num_drafted": int(_total(rows, "num_drafted")),
@@ -307,19 +383,6 @@ def _of_arm(frame: pd.DataFrame, arm: str) -> pd.DataFrame:
     return frame.loc[frame["arm"] == arm]
 
 
-def _verify_rows(requests: pd.DataFrame) -> pd.DataFrame:
-    return requests.loc[requests["is_verify"].astype(bool)]
-
-
-def _prompts(requests: pd.DataFrame) -> pd.Series:
-    """Return each row's prompt: the request id, without the turn that a conversation's ends in."""
-    names = list(requests["request_id"])
-    if "turn" in requests:
-        pairs = zip(names, requests["turn"], strict=True)
-        names = [str(name).removesuffix(f"/{turn}") for name, turn in pairs]
-    return pd.Series(names, index=requests.index, dtype=object)
-
-
 def _num_positions(rows: pd.DataFrame, arm: Arm) -> int:
     return max(int(arm["k"]), max(rows["num_drafted"], default=0))
 
@@ -327,23 +390,10 @@ def _num_positions(rows: pd.DataFrame, arm: Arm) -> int:
 def _prompt_ratio(
     requests: pd.DataFrame, numerator: str, denominator: str, empty: float = np.nan
 ) -> Estimate:
-    """Return a ratio of sums over verify rows; a prompt without any is a unit that adds nothing."""
-    counted = requests.assign(
-        num_rows=1, num_undrafted=_undrafted(requests), prompt=_prompts(requests)
-    )
-    counted.loc[~requests["is_verify"].astype(bool), [numerator, denominator]] = 0
-    sums = _sums(counted, "prompt", [numerator, denominator])
+    """Return a ratio of sums over verify rows."""
+    columns = [numerator, denominator]
+    sums = sums_by(counted(requests, columns), "prompt", columns)
     return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
-
-
-def _undrafted(requests: pd.DataFrame) -> npt.NDArray[Any]:
-    """Return how many positions of each verify row held no valid draft."""
-    return np.asarray(requests["num_positions"] - 1 - requests["num_drafted"])
-
-
-def _sums(frame: pd.DataFrame, unit: str, columns: list[str]) -> Array:
-    """Return [num_units, num_columns] float64: sums per unit, in the units' sorted order."""
-    return np.asarray(frame.groupby(unit)[columns].sum(), dtype=np.float64)
 
 
 def _total(frame: pd.DataFrame, column: str) -> float:
