@@ -32,7 +32,7 @@ from experiments.speedup_model import (
     fit,
     typical_context,
 )
-from experiments.tables import HtmlTable
+from experiments.tables import HtmlTable, arm_label
 
 _MAX_SURFACES = 6
 _MAX_CELLS = 8  # beside each other that have room for a number
@@ -43,7 +43,7 @@ _KEYS = ["setting", "target", "series"]
 def predict(overview: Overview) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the surfaces of every setting and drafter, and the comparison with what was measured.
 
-    Both have the columns `setting` and `target` first.
+    Both have the columns `setting`, `target` and `random_tokens` first.
     """
     surfaces: list[pd.DataFrame] = []
     compared: list[pd.DataFrame] = []
@@ -67,6 +67,7 @@ def predict(overview: Overview) -> tuple[pd.DataFrame, pd.DataFrame]:
             for frame in found:
                 frame.insert(0, "setting", setting)
                 frame.insert(1, "target", target)
+                frame.insert(2, "random_tokens", bool(arms["random_tokens"].any()))
                 frames.append(frame)
     return _stack(surfaces), _stack(compared)
 
@@ -279,7 +280,7 @@ def _best_table(surfaces: pd.DataFrame) -> HtmlTable:
             guess = "~" if row["is_extrapolated"] else ""
             lines.append(
                 [
-                    str(row["series"]),
+                    arm_label(row, "series"),
                     str(target),
                     *([str(setting)] if surfaces["setting"].any() else []),
                     str(row["num_reqs"]),
@@ -304,7 +305,7 @@ def _compared_table(compared: pd.DataFrame) -> HtmlTable:
     with_setting = compared["setting"].any()
     lines = [
         [
-            str(row["series"]),
+            arm_label(row, "series"),
             *([str(row["setting"])] if with_setting else []),
             str(row["k"]),
             str(row["num_reqs"]),

@@ -8,7 +8,7 @@ in `specdec.metrics`, those of the predicted speed-up in `experiments.speedup_mo
 import argparse
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pandas as pd
 
 from experiments.model_plots import model_section
 from experiments.overview_data import (
-    RANDOM_FLAG,
     Overview,
     differences,
     flatten,
@@ -26,16 +25,11 @@ from experiments.overview_data import (
 from experiments.overview_plots import write_sections
 from experiments.tables import (
     HtmlTable,
+    arm_label,
     category_label,
-)
-from experiments.tables import (
-    _interval as interval_text,
-)
-from experiments.tables import (
-    _number as number_text,
-)
-from experiments.tables import (
-    _verdict_text as verdict_text,
+    interval_text,
+    number_text,
+    verdict_text,
 )
 from specdec.analysis import Runs, load
 from specdec.errors import CapacityError, SpecdecError
@@ -150,7 +144,7 @@ def _arms_table(overview: Overview) -> HtmlTable:
     headers += ["Acceptance rate", "Equality verdict", "Run"]
     rows = [
         [
-            arm_label(row),
+            arm_label(row, "series"),
             str(row["k"]),
             *(_axis_text(name, row[name]) for name in axes),
             interval_text(row, "accepted_length", "{:.2f}"),
@@ -172,11 +166,6 @@ def _arms_table(overview: Overview) -> HtmlTable:
     return HtmlTable(caption, headers, rows, (*text_columns, len(headers) - 2, len(headers) - 1))
 
 
-def arm_label(row: Mapping[Any, Any]) -> str:
-    """Return an arm's series, with a flag where its prompts are of random tokens."""
-    return f"{row['series']} ({RANDOM_FLAG})" if row["random_tokens"] else str(row["series"])
-
-
 def _header(name: str) -> str:
     return (name if "." in name else name.replace("_", " ")).capitalize()
 
@@ -196,7 +185,7 @@ def _categories_table(overview: Overview) -> HtmlTable:
     }
     rows = [
         [
-            arm_label(row),
+            arm_label(row, "series"),
             str(row["k"]),
             *([str(row["batch_size"])] if "batch_size" in overview.axes else []),
             *([row["setting"]] if overview.summary["setting"].any() else []),

@@ -7,16 +7,15 @@ every axis but drafter, K and batch size; what is drawn together in one panel ha
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from experiments.tables import RANDOM_FLAG
+from specdec import metrics
 from specdec.analysis import Runs
-from specdec.intervals import estimate, ratio
 
-RANDOM_FLAG = "random tokens"
 AUTOREGRESSIVE = "autoregressive"
 # Columns of `Runs.arms` that are axes where they have more than one value.
 _KNOWN_AXES = ("batch_size", "target", "temperature", "verifier", "prompts", "max_tokens")
@@ -45,9 +44,9 @@ class Overview:
     runs: Runs
     summary: pd.DataFrame
     axes: list[str]
-    categories: pd.DataFrame
-    positions: pd.DataFrame
-    times: pd.DataFrame
+    categories: pd.DataFrame = field(default_factory=pd.DataFrame)
+    positions: pd.DataFrame = field(default_factory=pd.DataFrame)
+    times: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @property
     def drafting(self) -> pd.DataFrame:
@@ -62,7 +61,23 @@ class Overview:
 
 def make_overview(runs: Runs) -> Overview:
     """Return what the figures and tables of an overview are made of."""
-    summary = runs.summary().merge(ms_per_token(runs), on=["run", "arm"], how="left")
+    summary = runs.summary().merge(_ms_per_token(runs), on=["run", "arm"], how="left")
+    overview = _with_settings(runs, summary)
+    keys = overview.summary[["run", "arm", "series", "setting", "batch_size", "k"]]
+    overview.categories, overview.positions, overview.times = (
+        frame.drop(columns=["k"], errors="ignore").merge(keys, on=["run", "arm"], how="left")
+        for frame in (runs.categories(), runs.positions(), runs.times())
+    )
+    return overview
+
+
+def without_metrics(runs: Runs) -> Overview:
+    """Return what tells the arms apart, for `experiments.speedup_model`: nothing is summarised."""
+    return _with_settings(runs, runs.arms.copy())
+
+
+def _with_settings(runs: Runs, summary: pd.DataFrame) -> Overview:
+    """Add series, axes and settings to a frame of arms."""
     summary["series"] = _series(runs)
     axes = [name for name in _KNOWN_AXES if summary[name].nunique(dropna=False) > 1]
     for key, values in _differing(runs.configs).items():
@@ -72,42 +87,18 @@ def make_overview(runs: Runs) -> Overview:
             axes.append(key)
     shown = [name for name in axes if name != "batch_size"]
     summary["setting"] = [_title(row, shown) for row in summary.to_dict("records")]
-    keys = summary[["run", "arm", "series", "setting", "batch_size", "k"]]
-    tables = [
-        frame.drop(columns=["k"], errors="ignore").merge(keys, on=["run", "arm"], how="left")
-        for frame in (runs.categories(), runs.positions(), runs.times())
-    ]
-    return Overview(runs, summary, axes, *tables)
+    return Overview(runs, summary, axes)
 
 
-def ms_per_token(runs: Runs) -> pd.DataFrame:
-    """Return the milliseconds per output token of a request, one line per run and arm.
-
-    Of a request, from the start of its first verification step to the end of its last: wall time /
-    tokens committed in its verification steps; pooled over requests, with a bootstrap interval over
-    prompts. Steps in between that ran other requests' prompt tokens count, for a reader waits then.
-    """
-    lines: list[dict[str, Any]] = []
-    grouped = dict(list(runs.steps.groupby(["run", "arm"])))
-    verify = runs.requests.loc[runs.requests["is_verify"].astype(bool)]
-    for key, own in verify.groupby(["run", "arm"]):
-        steps = grouped[key].sort_values("step")
-        taken = steps["step_ms"].fillna(0.0)
-        ends = pd.Series(taken.cumsum().to_numpy(), index=steps["step"])
-        starts = ends - taken.to_numpy()
-        turns = own.groupby("request_id").agg(
-            first=("step", "min"), last=("step", "max"), num_tokens=("num_committed", "sum")
-        )
-        turns["wall_ms"] = (
-            ends.reindex(turns["last"]).to_numpy() - starts.reindex(turns["first"]).to_numpy()
-        )
-        prompts = [str(name).rpartition("/")[0] or str(name) for name in turns.index]
-        sums = turns.groupby(prompts)[["wall_ms", "num_tokens"]].sum().to_numpy(np.float64)
-        found = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
-        names = ("ms_per_token", "ms_per_token_low", "ms_per_token_high")
-        run, arm = key
-        lines.append({"run": run, "arm": arm, **dict(zip(names, found, strict=True))})
+def _ms_per_token(runs: Runs) -> pd.DataFrame:
+    """Return `specdec.metrics.ms_per_token` with its interval, one line per run and arm."""
     columns = ["run", "arm", "ms_per_token", "ms_per_token_low", "ms_per_token_high"]
+    steps = {key: own for key, own in runs.steps.groupby(["run", "arm"])}
+    lines = [
+        (*key, *metrics.ms_per_token(own, steps[key]))
+        for key, own in runs.requests.groupby(["run", "arm"])
+        if key in steps
+    ]
     return pd.DataFrame(lines, columns=columns)
 
 

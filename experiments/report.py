@@ -22,10 +22,12 @@ from rich.console import Console, RenderableType
 
 from experiments import latex, tables
 from experiments.comparison import compare_folders, compare_runs
+from experiments.model_plots import model_section
+from experiments.overview_data import without_metrics
 from experiments.plots import write_plots
 from experiments.tables import HtmlTable, flag_random_tokens, render_table
 from specdec import metrics
-from specdec.analysis import Run, is_run_folder, load_run
+from specdec.analysis import Run, is_run_folder, load, load_run
 from specdec.errors import CapacityError, SpecdecError
 from specdec.log import setup_logging
 from specdec.metrics import (
@@ -93,6 +95,7 @@ def _write_report(run: Run, folder: Path) -> Path:
         idle=flagged(tables.idle_lines(idle, run.arms)),
         verdicts=flagged(tables.verdict_table(summary)),
         formulas=inspect.cleandoc(metrics.__doc__ or ""),
+        model=model_section(folder / "plots", without_metrics(load(folder, unfinished=True))),
         plots={plot.name: plot for plot in plots},
         timed_dtype=run.provenance.get("dtype", "the timed dtype"),
         provenance=list(_flatten(run.provenance)),

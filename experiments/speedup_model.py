@@ -44,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from experiments.overview_data import AUTOREGRESSIVE, Overview, make_overview
+from experiments.overview_data import AUTOREGRESSIVE, Overview, without_metrics
 from experiments.step_costs import Interpolated, interpolate, measure_costs, read_bench
 from specdec.analysis import load
 from specdec.errors import SpecdecError
@@ -208,7 +208,7 @@ def fit(overview: Overview, setting: str, costs: pd.DataFrame | None = None) -> 
     """Return the model of a setting.
 
     Args:
-        overview: from `experiments.overview_data.make_overview`.
+        overview: from `experiments.overview_data`.
         setting: one of its settings.
         costs: points measured elsewhere; None takes those of the runs.
     """
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     setup_logging(logging.WARNING)
     try:
-        overview = make_overview(load(given.folder))
+        overview = without_metrics(load(given.folder))
         costs = read_bench(given.costs, given.scope)[0] if given.costs else None
     except SpecdecError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -16,7 +16,7 @@ import pandas as pd
 
 from experiments.overview_data import AUTOREGRESSIVE
 from specdec.errors import ConfigError
-from specdec.metrics import _decode_steps as decode_steps
+from specdec.metrics import decode_steps
 
 POINT_COLUMNS = (
     "series",  # a drafter, or AUTOREGRESSIVE

@@ -19,6 +19,10 @@ Undrafted share
     valid draft (a draft of -1, or one behind the text's end) and so could commit nothing.
 Tokens per second
     sum(num_tokens) / sum(wall_s) over the groups of prompts that ran together.
+Milliseconds per output token
+    of a request, from the start of its first verify row's step to the end of its last one's: wall
+    time / sum(num_committed), pooled over requests. What a reader waits for a token: steps in
+    between that ran other requests' prompt tokens count.
 Speed-up
     tokens/s of the arm / tokens/s of the autoregressive arm, both over the groups that both ran.
     A category has one only from groups that hold nothing else; "mixed" groups belong to none.
@@ -109,6 +113,32 @@ def tokens_per_s(timings: pd.DataFrame) -> Estimate:
     return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
 
 
+def ms_per_token(requests: pd.DataFrame, steps: pd.DataFrame) -> Estimate:
+    """Return milliseconds per output token of a request, over prompts.
+
+    Args:
+        requests: rows of one arm.
+        steps: rows of the same arm of the step trace.
+    """
+    rows = verify_rows(requests)
+    taken = steps.set_index("step")["step_ms"].fillna(0.0).sort_index()
+    ended = taken.cumsum()
+    started = ended - taken
+    names = ["request_id", *(["sample_index"] if "sample_index" in rows else [])]
+    spans = rows.assign(prompt=prompts_of(rows)).groupby(names, dropna=False)
+    runs = spans.agg(
+        prompt=("prompt", "first"),
+        first=("step", "min"),
+        last=("step", "max"),
+        num_tokens=("num_committed", "sum"),
+    )
+    runs["wall_ms"] = np.asarray(ended.reindex(runs["last"])) - np.asarray(
+        started.reindex(runs["first"])
+    )
+    sums = sums_by(runs, "prompt", ["wall_ms", "num_tokens"])
+    return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
+
+
 def speedup(timings: pd.DataFrame, baseline: pd.DataFrame) -> Estimate:
     """Return tokens/s relative to a baseline over the groups that both ran.
 
@@ -173,7 +203,7 @@ def time_split(requests: pd.DataFrame, steps: pd.DataFrame, arms: Sequence[Arm])
         PHASES, `step_ms` (mean wall time from a step's launch to its commit; with two steps in
         flight, from the commit before to its own).
     """
-    decode = _decode_steps(requests, steps)
+    decode = decode_steps(requests, steps)
     lines: list[dict[str, Any]] = []
     for arm in arms:
         own = _of_arm(decode, arm["arm"])
@@ -200,7 +230,7 @@ def idle_positions(
         target ran), `num_padding` and `num_undrafted` of them, and `padding_share`,
         `undrafted_share` and `idle_share` (both) of those computed.
     """
-    decode = _decode_steps(requests, steps)
+    decode = decode_steps(requests, steps)
     lines: list[dict[str, Any]] = []
     for arm in arms:
         own = _of_arm(decode, arm["arm"])
@@ -220,7 +250,7 @@ def idle_positions(
     return pd.DataFrame(lines)
 
 
-def _decode_steps(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+def decode_steps(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return the decode steps' rows of the step trace, with a column `undrafted`."""
     rows = (
         requests.assign(undrafted=undrafted(requests))
