@@ -112,18 +112,20 @@ def _draw(
     compared: pd.DataFrame,
     shown: pd.Index,
 ) -> None:
-    """Add the figures: maps over K and batch size; lines over K where there is one batch size."""
+    """Add the figures: a map over K and batch size for each drafter of a setting.
+
+    Where a setting has one batch size, lines over K for all its drafters instead.
+    """
     figures: list[tuple[str, Figure, str]] = []
-    if surfaces["num_reqs"].nunique() == 1:
-        for setting, rows in surfaces.groupby("setting", sort=False):
-            points = compared.loc[compared["setting"] == setting]
+    for setting in shown.unique("setting"):
+        rows, points = (f.loc[f["setting"] == setting] for f in (surfaces, compared))
+        if rows["num_reqs"].nunique() == 1:
             figures.append((str(setting), *_curves(rows, points, overview.series)))
-    else:
-        for setting, _, series in shown:
-            key = (surfaces["setting"] == setting) & (surfaces["series"] == series)
-            same = (compared["setting"] == setting) & (compared["series"] == series)
+            continue
+        for series in rows["series"].unique():
             title = f"{series}, {setting}" if setting else series
-            figures.append((title, *_surface(surfaces.loc[key], compared.loc[same])))
+            own = (frame.loc[frame["series"] == series] for frame in (rows, points))
+            figures.append((title, *_surface(*own)))
     for number, (title, figure, alt) in enumerate(figures[:_MAX_SURFACES], start=1):
         path = folder / ("speedup_model.png" if number == 1 else f"speedup_model_{number}.png")
         section.plots.append(write_plot(path, title or HEADING, alt, figure))
@@ -164,7 +166,7 @@ def _surface(rows: pd.DataFrame, points: pd.DataFrame) -> tuple[Figure, str]:
     grid = rows.pivot(index="num_reqs", columns="k", values="speedup").to_numpy(np.float64)
     figure, (axes,) = new_figure(1.7 + 0.42 * len(sizes))
     spread = max(float(np.nanmax(np.abs(grid - 1))), 0.05)
-    norm = TwoSlopeNorm(1.0, 1 - spread, 1 + spread)
+    norm = TwoSlopeNorm(1.0, 1 / (1 + spread), 1 + spread)
     image = axes.imshow(grid, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
     measured = {(row.k, row.num_reqs) for row in points.itertuples()}
     best = {row["num_reqs"]: row["k"] for row in best_k(rows).to_dict("records")}

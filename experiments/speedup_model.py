@@ -252,7 +252,8 @@ def compare(model: SpeedupModel, overview: Overview, setting: str) -> pd.DataFra
         held_out = _held_out(model, overview, setting, at)
         errors = predicted / measured - 1, held_out / measured - 1
         lines.append((*at[:3], measured, predicted, errors[0], held_out, errors[1], row.num_steps))
-    return pd.DataFrame(lines, columns=columns)
+    frame = pd.DataFrame(lines, columns=columns)
+    return frame.sort_values(columns[:3], ignore_index=True)
 
 
 def _held_out(
