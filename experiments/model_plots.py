@@ -1,12 +1,15 @@
 """The part of a page that shows the speed-up model: surfaces, best K, and how wrong it is."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
@@ -23,7 +26,7 @@ from experiments.figures import (
     series_color,
     write_plot,
 )
-from experiments.overview_data import Overview
+from experiments.overview_data import Overview, num_values
 from experiments.overview_plots import Section
 from experiments.speedup_model import (
     batch_sizes,
@@ -87,9 +90,9 @@ def model_section(folder: Path, overview: Overview) -> Section:
     """
     section = Section(HEADING)
     surfaces, compared = predict(overview)
-    several = compared.groupby(_KEYS).size() if len(compared) else pd.Series(dtype=int)
-    shown = several.index[several > 1]
-    if surfaces.empty or not len(shown):
+    keys = Counter(zip(*(compared[name] for name in _KEYS), strict=True))
+    shown = dict.fromkeys(setting for (setting, *_), count in keys.items() if count > 1)
+    if surfaces.empty or not shown:
         section.notes.append(
             "Left out: it takes a drafter whose decode steps were measured, beside the "
             "autoregressive arm, at two K or two batch sizes."
@@ -110,16 +113,16 @@ def _draw(
     overview: Overview,
     surfaces: pd.DataFrame,
     compared: pd.DataFrame,
-    shown: pd.Index,
+    settings: Iterable[str],
 ) -> None:
     """Add the figures: a map over K and batch size for each drafter of a setting.
 
     Where a setting has one batch size, lines over K for all its drafters instead.
     """
     figures: list[tuple[str, Figure, str]] = []
-    for setting in shown.unique("setting"):
+    for setting in settings:
         rows, points = (f.loc[f["setting"] == setting] for f in (surfaces, compared))
-        if rows["num_reqs"].nunique() == 1:
+        if num_values(rows, "num_reqs") == 1:
             figures.append((str(setting), *_curves(rows, points, overview.series)))
             continue
         for series in rows["series"].unique():
@@ -139,7 +142,7 @@ def _explained(surfaces: pd.DataFrame) -> list[str]:
         "decoding; decode steps alone, without the prompts'. Between measured points, times are "
         "linear. Points were measured where a ring is; a star is the best K."
     ]
-    if surfaces["is_extrapolated"].any():
+    if any(surfaces["is_extrapolated"]):
         texts.append("Hatched, dashed, or marked with ~: outside of what was measured, so a guess.")
     return texts
 
@@ -168,7 +171,7 @@ def _surface(rows: pd.DataFrame, points: pd.DataFrame) -> tuple[Figure, str]:
     spread = max(float(np.nanmax(np.abs(grid - 1))), 0.05)
     norm = TwoSlopeNorm(1.0, 1 / (1 + spread), 1 + spread)
     image = axes.imshow(grid, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
-    measured = {(row.k, row.num_reqs) for row in points.itertuples()}
+    measured = set(zip(points["k"], points["num_reqs"], strict=True))
     best = {row["num_reqs"]: row["k"] for row in best_k(rows).to_dict("records")}
     for row in rows.to_dict("records"):
         place = ks.index(row["k"]), sizes.index(row["num_reqs"])
@@ -216,16 +219,16 @@ def _mark(
         )
 
 
-def _keys(rows: pd.DataFrame) -> list[Line2D | Rectangle]:
+def _keys(rows: pd.DataFrame) -> list[Artist]:
     """Return the legend's entries."""
-    plain = {"linestyle": "none", "markeredgecolor": "#111111"}
-    keys: list[Line2D | Rectangle] = [
+    plain: dict[str, Any] = {"linestyle": "none", "markeredgecolor": "#111111"}
+    keys: list[Artist] = [
         Line2D([], [], marker="o", markerfacecolor="white", label="measured", **plain),
         Line2D(
             [], [], marker="*", markersize=10, markerfacecolor="#F0E442", label="best K", **plain
         ),
     ]
-    if rows["is_extrapolated"].any():
+    if any(rows["is_extrapolated"]):
         keys.append(
             Rectangle((0, 0), 1, 1, fill=False, hatch="////", edgecolor="#777777", label="a guess")
         )
@@ -277,14 +280,14 @@ def _spoken_best(rows: pd.DataFrame) -> str:
 
 def _best_table(surfaces: pd.DataFrame) -> HtmlTable:
     lines: list[list[str]] = []
-    for (setting, target, _), rows in surfaces.groupby(_KEYS, sort=False):
+    for _, rows in surfaces.groupby(_KEYS, sort=False):
         for row in best_k(rows).to_dict("records"):
             guess = "~" if row["is_extrapolated"] else ""
             lines.append(
                 [
                     arm_label(row, "series"),
-                    str(target),
-                    *([str(setting)] if surfaces["setting"].any() else []),
+                    str(row["target"]),
+                    *([str(row["setting"])] if any(surfaces["setting"]) else []),
                     str(row["num_reqs"]),
                     f"{row['context']:.0f}",
                     str(row["k"]) if row["k"] else "0: no drafts",
@@ -294,7 +297,7 @@ def _best_table(surfaces: pd.DataFrame) -> HtmlTable:
                 ]
             )
     headers = ["Drafter", "Target"]
-    if surfaces["setting"].any():
+    if any(surfaces["setting"]):
         headers.append("Setting")
     text_columns = tuple(range(len(headers)))
     headers += ["Batch size", "Context", "Best K", "Speed-up", "Tokens a step", "Target, ms"]
@@ -304,7 +307,7 @@ def _best_table(surfaces: pd.DataFrame) -> HtmlTable:
 
 
 def _compared_table(compared: pd.DataFrame) -> HtmlTable:
-    with_setting = compared["setting"].any()
+    with_setting = any(compared["setting"])
     lines = [
         [
             arm_label(row, "series"),

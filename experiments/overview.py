@@ -129,7 +129,7 @@ def _warnings(runs: Runs) -> list[str]:
         )
     if any(made.get("dirty") for made in runs.provenance.values()):
         texts.append("Some runs were made with uncommitted changes.")
-    if runs.arms["random_tokens"].any():
+    if any(runs.arms["random_tokens"]):
         texts.append(
             "Prompts of random tokens are in use, flagged in the tables: acceptance on them says "
             "nothing about text."
@@ -188,7 +188,7 @@ def _categories_table(overview: Overview) -> HtmlTable:
             arm_label(row, "series"),
             str(row["k"]),
             *([str(row["batch_size"])] if "batch_size" in overview.axes else []),
-            *([row["setting"]] if overview.summary["setting"].any() else []),
+            *([row["setting"]] if any(overview.summary["setting"]) else []),
             *(cells.get((row["run"], row["arm"], name), "-") for name in names),
         ]
         for row in overview.drafting.to_dict("records")
@@ -197,7 +197,7 @@ def _categories_table(overview: Overview) -> HtmlTable:
     text_columns = [0]
     if "batch_size" in overview.axes:
         headers.append("Batch size")
-    if overview.summary["setting"].any():
+    if any(overview.summary["setting"]):
         text_columns.append(len(headers))
         headers.append("Setting")
     headers += [category_label(name) for name in names]

@@ -79,10 +79,10 @@ def without_metrics(runs: Runs) -> Overview:
 def _with_settings(runs: Runs, summary: pd.DataFrame) -> Overview:
     """Add series, axes and settings to a frame of arms."""
     summary["series"] = _series(runs)
-    axes = [name for name in _KNOWN_AXES if summary[name].nunique(dropna=False) > 1]
+    axes = [name for name in _KNOWN_AXES if num_values(summary, name) > 1]
     for key, values in _differing(runs.configs).items():
-        column = summary["run"].map(values)
-        if not any(_determines(summary[axis], column) for axis in axes):
+        column = [values[run] for run in summary["run"]]
+        if not any(_determines(list(summary[axis]), column) for axis in axes):
             summary[key] = column
             axes.append(key)
     shown = [name for name in axes if name != "batch_size"]
@@ -94,12 +94,17 @@ def _ms_per_token(runs: Runs) -> pd.DataFrame:
     """Return `specdec.metrics.ms_per_token` with its interval, one line per run and arm."""
     columns = ["run", "arm", "ms_per_token", "ms_per_token_low", "ms_per_token_high"]
     steps = {key: own for key, own in runs.steps.groupby(["run", "arm"])}
-    lines = [
-        (*key, *metrics.ms_per_token(own, steps[key]))
-        for key, own in runs.requests.groupby(["run", "arm"])
-        if key in steps
-    ]
+    lines: list[tuple[Any, ...]] = []
+    for key, own in runs.requests.groupby(["run", "arm"]):
+        assert isinstance(key, tuple), key
+        if key in steps:
+            lines.append((*key, *metrics.ms_per_token(own, steps[key])))
     return pd.DataFrame(lines, columns=columns)
+
+
+def num_values(frame: pd.DataFrame, column: str) -> int:
+    """Return how many values a column has."""
+    return pd.Series(frame[column]).nunique(dropna=False)
 
 
 def panels(
@@ -184,9 +189,10 @@ def _differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
     return {key: values for key, values in columns.items() if len(set(values.values())) > 1}
 
 
-def _determines(axis: pd.Series, column: pd.Series) -> bool:
+def _determines(axis: Sequence[Any], column: Sequence[str]) -> bool:
     """Return whether a column follows from an axis, as rows of an engine from the batch size."""
-    return bool(column.groupby(axis.astype(str)).nunique(dropna=False).le(1).all())
+    pairs = {(str(value), other) for value, other in zip(axis, column, strict=True)}
+    return len(pairs) == len({value for value, _ in pairs})
 
 
 def _title(row: Mapping[Any, Any], axes: Sequence[str]) -> str:

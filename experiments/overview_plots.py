@@ -3,12 +3,14 @@
 A section whose axis has one value is left out, and says why.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,7 +28,7 @@ from experiments.figures import (
     series_color,
     write_plot,
 )
-from experiments.overview_data import AUTOREGRESSIVE, Overview, best_arms, panels
+from experiments.overview_data import AUTOREGRESSIVE, Overview, best_arms, num_values, panels
 from experiments.plots import draw_categories, draw_positions, draw_time_split
 from experiments.tables import HtmlTable
 
@@ -91,9 +93,9 @@ def write_panels(
 def _accepted_length_by_k(folder: Path, overview: Overview) -> Section:
     section = Section("Mean accepted length by K (bonus included)")
     drafting = overview.drafting
-    if drafting["k"].nunique() < 2:
-        return _left_out(section, "K", drafting["k"])
-    if drafting["batch_size"].nunique() > 1:
+    if num_values(drafting, "k") < 2:
+        return _left_out(section, "K", drafting, "k")
+    if num_values(drafting, "batch_size") > 1:
         smallest = drafting.groupby("setting")["batch_size"].transform("min")
         drafting = drafting.loc[drafting["batch_size"] == smallest]
         section.notes.append("Of each setting the smallest batch size is drawn.")
@@ -112,9 +114,9 @@ def _accepted_length_by_k(folder: Path, overview: Overview) -> Section:
 def _speedup_by_k(folder: Path, overview: Overview) -> Section:
     section = Section("Speed-up by K")
     drafting = overview.drafting
-    if drafting["k"].nunique() < 2:
-        return _left_out(section, "K", drafting["k"])
-    if drafting["batch_size"].nunique() > 1:
+    if num_values(drafting, "k") < 2:
+        return _left_out(section, "K", drafting, "k")
+    if num_values(drafting, "batch_size") > 1:
         batch = "batch size " + drafting["batch_size"].astype(str)
         joined = np.where(drafting["setting"] == "", batch, drafting["setting"] + ", " + batch)
         drafting = drafting.assign(setting=joined)
@@ -133,24 +135,24 @@ def _speedup_by_k(folder: Path, overview: Overview) -> Section:
 def _speedup_by_batch_size(folder: Path, overview: Overview) -> Section:
     section = Section("Speed-up by batch size")
     drafting = overview.drafting
-    if drafting["batch_size"].nunique() < 2:
-        return _left_out(section, "batch size", drafting["batch_size"])
+    if num_values(drafting, "batch_size") < 2:
+        return _left_out(section, "batch size", drafting, "batch_size")
     ranked = drafting.sort_values("speedup", ascending=False)
     best = ranked.drop_duplicates(["series", "setting", "batch_size"]).sort_index()
 
     def draw(rows: pd.DataFrame) -> tuple[Figure, str]:
         figure, axes = _lines(rows, overview.series, "batch_size", "speedup")
         axes.set_ylim(*_limits(best, "speedup"))
-        if drafting["k"].nunique() > 1:
-            for row in rows.dropna(subset=["speedup"]).itertuples():
-                place = (float(row.batch_size), float(row.speedup))  # pyright: ignore
-                axes.annotate(f"K={row.k}", place, xytext=(4, 4), textcoords="offset points")
+        if num_values(drafting, "k") > 1:
+            for row in rows.dropna(subset=["speedup"]).to_dict("records"):
+                place, label = (row["batch_size"], row["speedup"]), f"K={row['k']}"
+                axes.annotate(label, place, xytext=(4, 4), textcoords="offset points")
         axes.set_xlabel("requests that run together")
         _log_axis(axes, sorted(rows["batch_size"].unique()))
         _dashed_one(axes)
         return figure, _spoken(rows, "batch_size", "speedup", "batch size {} {:.2f}x")
 
-    if drafting["k"].nunique() > 1:
+    if num_values(drafting, "k") > 1:
         section.notes.append("At every batch size each drafter has the K that was fastest there.")
     return write_panels(folder, section, "speedup_by_batch_size", best, draw)
 
@@ -189,10 +191,10 @@ def _pareto_figure(rows: pd.DataFrame, series: Sequence[str]) -> tuple[Figure, s
             elinewidth=0.8,
             label=name,
         )
-    best = rows.loc[frontier(rows["ms_per_token"], rows["tokens_per_s"])]
+    best = rows.loc[frontier(list(rows["ms_per_token"]), list(rows["tokens_per_s"]))]
     best = best.sort_values("ms_per_token").drop_duplicates(["ms_per_token", "tokens_per_s"])
     axes.plot(best["ms_per_token"], best["tokens_per_s"], color="#333333", linewidth=1, zorder=1)
-    several = rows["batch_size"].nunique() > 1
+    several = num_values(rows, "batch_size") > 1
     labels: list[str] = []
     for row in best.to_dict("records"):
         label = f"K={row['k']}" if row["k"] else "no drafts"
@@ -214,15 +216,15 @@ def _pareto_figure(rows: pd.DataFrame, series: Sequence[str]) -> tuple[Figure, s
     return figure, f"Points of latency and throughput; on the frontier: {'; '.join(labels)}."
 
 
-def frontier(latency: pd.Series, throughput: pd.Series) -> pd.Series:
+def frontier(latency: Sequence[float], throughput: Sequence[float]) -> npt.NDArray[np.bool_]:
     """Return which points no other beats: none has both less latency and more throughput.
 
     A point that equals another in one measure and loses in the other is beaten, too.
     """
-    x, y = latency.to_numpy(np.float64), throughput.to_numpy(np.float64)
+    x, y = np.asarray(latency, np.float64), np.asarray(throughput, np.float64)
     no_worse = (x[None, :] <= x[:, None]) & (y[None, :] >= y[:, None])
     better = (x[None, :] < x[:, None]) | (y[None, :] > y[:, None])
-    return pd.Series(~(no_worse & better).any(axis=1), index=latency.index)
+    return np.logical_not(np.any(no_worse & better, axis=1))
 
 
 def _acceptance_by_position(folder: Path, overview: Overview) -> Section:
@@ -247,8 +249,8 @@ def _acceptance_by_position(folder: Path, overview: Overview) -> Section:
 
 def _categories(folder: Path, overview: Overview) -> Section:
     section = Section("Mean accepted length by category (bonus included)")
-    if overview.categories["category"].nunique() < 2:
-        return _left_out(section, "category", overview.categories["category"])
+    if num_values(overview.categories, "category") < 2:
+        return _left_out(section, "category", overview.categories, "category")
     kept = overview.categories.merge(best_arms(overview)[["run", "arm"]], on=["run", "arm"])
     if kept.empty:
         section.notes.append("Left out: no arm drafts.")
@@ -272,7 +274,7 @@ def _time_split(folder: Path, overview: Overview) -> Section:
     ].drop_duplicates(["setting", "batch_size"])
     chosen = pd.concat([baselines, best])[["run", "arm"]]
     kept = chosen.merge(overview.times, on=["run", "arm"], how="left")
-    if not kept["num_steps"].sum():
+    if not sum(kept["num_steps"].fillna(0)):
         section.notes.append("Left out: no arm has a decode step.")
         return section
     section.notes.append("Of each drafter the fastest arm is drawn, and an autoregressive arm.")
@@ -281,7 +283,7 @@ def _time_split(folder: Path, overview: Overview) -> Section:
         labels = rows["series"].where(
             rows["k"] == 0, rows["series"] + " K=" + rows["k"].astype(str)
         )
-        if rows["batch_size"].nunique() > 1:
+        if num_values(rows, "batch_size") > 1:
             labels += " B=" + rows["batch_size"].astype(str)
         named = rows.assign(arm=labels)
         pairs = zip(labels, rows["step_ms"], strict=True)
@@ -313,7 +315,7 @@ def _lines(rows: pd.DataFrame, series: Sequence[str], x: str, y: str) -> tuple[F
             label=name,
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if not np.isfinite(rows[y].to_numpy(np.float64)).any():
+    if not any(math.isfinite(value) for value in rows[y]):
         say(axes, "not measured")
     add_legend(figure, axes)
     return figure, axes
@@ -349,8 +351,8 @@ def _spoken(rows: pd.DataFrame, x: str, y: str, form: str = "{} {:.2f}") -> str:
     return "; ".join(parts) + "."
 
 
-def _left_out(section: Section, axis: str, values: pd.Series) -> Section:
-    names = ", ".join(str(value) for value in values.unique()) or "none"
+def _left_out(section: Section, axis: str, frame: pd.DataFrame, column: str) -> Section:
+    names = ", ".join(str(value) for value in dict.fromkeys(frame[column])) or "none"
     section.notes.append(
         f"Left out: the arms that draft have one {axis} only ({names}); sweep more to see a curve."
     )

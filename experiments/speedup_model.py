@@ -35,6 +35,7 @@ among its data; `held_out` is predicted without it, where the others surround it
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class SpeedupModel:
 
     def __post_init__(self) -> None:
         """Look which costs are known."""
-        self._is_split = bool(len(self.points)) and not self.points[_SHARED].isna().any()
+        self._is_split = bool(len(self.points)) and all(map(math.isfinite, self.points[_SHARED]))
         self._curves: dict[tuple[str | None, str, str], dict[tuple[float, ...], float]] = {}
 
     def can_predict(self, series: str) -> bool:
@@ -155,16 +156,16 @@ class SpeedupModel:
         return pd.DataFrame(lines, columns=list(PREDICTION_COLUMNS))
 
 
-def conditional_acceptance(requests: pd.DataFrame, k_of_arm: pd.Series) -> Array:
+def conditional_acceptance(requests: pd.DataFrame, k_of_arm: Sequence[int]) -> Array:
     """Return a[i], [largest K] float64, of the arms of one drafter; NaN behind a 0.
 
     Args:
         requests: the request trace of those arms.
         k_of_arm: K of each row's arm.
     """
-    verify = requests["is_verify"].astype(bool)
-    committed = requests.loc[verify, "num_committed"].to_numpy(np.int64)
-    k = k_of_arm.loc[verify].to_numpy(np.int64)
+    verify = requests["is_verify"].to_numpy(bool)
+    committed = requests["num_committed"].to_numpy(np.int64)[verify]
+    k = np.asarray(k_of_arm, dtype=np.int64)[verify]
     result = np.full(int(k.max(initial=0)), np.nan)
     for i in range(1, len(result) + 1):
         own = committed[k >= i]
@@ -198,7 +199,7 @@ def best_k(surface: pd.DataFrame) -> pd.DataFrame:
 
 def batch_sizes(points: pd.DataFrame, asked: Sequence[int]) -> list[int]:
     """Return the batch sizes to predict: those asked for, and the powers of two between them."""
-    most = int(points["num_reqs"].max())
+    most = max(map(int, points["num_reqs"]))
     sizes = {size for size in asked if size <= most} or {most}
     powers = {2**i for i in range(most.bit_length()) if min(sizes) < 2**i < max(sizes)}
     return sorted(sizes | powers)
@@ -221,7 +222,7 @@ def fit(overview: Overview, setting: str, costs: pd.DataFrame | None = None) -> 
         costs = measure_costs(own.drop(columns=["series", "k"]), steps, keys)
     drafting = own.loc[own["k"] > 0]
     acceptance = {
-        str(name): conditional_acceptance(rows, rows["k"])
+        str(name): conditional_acceptance(rows, list(rows["k"]))
         for name, rows in drafting.groupby("series", sort=False)
     }
     return SpeedupModel(costs, acceptance)
@@ -234,24 +235,30 @@ def compare(model: SpeedupModel, overview: Overview, setting: str) -> pd.DataFra
     / measured - 1), `held_out` and `held_out_error`, NaN where the others do not surround it.
     """
     arms = overview.summary.loc[overview.summary["setting"] == setting]
-    asked = set(arms["batch_size"]) if "num_reqs" in model.points else set()
+    asked = set(arms["batch_size"])
     columns = ["series", "k", "num_reqs", "measured", "predicted", "error"]
     columns += ["held_out", "held_out_error", "num_steps"]
-    baseline = model.points.loc[model.points["series"] == AUTOREGRESSIVE]
+    points = model.points.to_dict("records")
+    rates = {
+        (row["num_reqs"], row["context"]): row["tokens"] / row["step_ms"]
+        for row in points
+        if row["series"] == AUTOREGRESSIVE
+    }
     lines: list[tuple[object, ...]] = []
-    for row in model.points.loc[model.points["num_reqs"].isin(asked)].itertuples():
-        rival = baseline.loc[
-            (baseline["num_reqs"] == row.num_reqs) & (baseline["context"] == row.context)
-        ]
-        if row.series == AUTOREGRESSIVE or rival.empty or not model.can_predict(str(row.series)):
+    for row in points:
+        rate = rates.get((row["num_reqs"], row["context"]))
+        if row["series"] == AUTOREGRESSIVE or row["num_reqs"] not in asked or rate is None:
             continue
-        at = (str(row.series), int(row.k), int(row.num_reqs), float(row.context))  # pyright: ignore
-        rate = float(rival["tokens"].iloc[0]) / float(rival["step_ms"].iloc[0])
-        measured = row.tokens / row.step_ms / rate  # pyright: ignore
+        if not model.can_predict(row["series"]):
+            continue
+        at = (row["series"], row["k"], row["num_reqs"], row["context"])
+        measured = row["tokens"] / row["step_ms"] / rate
         predicted = model.predict(*at)["speedup"]
         held_out = _held_out(model, overview, setting, at)
         errors = predicted / measured - 1, held_out / measured - 1
-        lines.append((*at[:3], measured, predicted, errors[0], held_out, errors[1], row.num_steps))
+        lines.append(
+            (*at[:3], measured, predicted, errors[0], held_out, errors[1], row["num_steps"])
+        )
     frame = pd.DataFrame(lines, columns=columns)
     return frame.sort_values(columns[:3], ignore_index=True)
 
@@ -270,7 +277,7 @@ def _held_out(
     rest = points.loc[~(same & (points["num_reqs"] == num_reqs))]
     if own.empty or series not in set(rest["series"]):
         return np.nan
-    smaller = SpeedupModel(rest, {series: conditional_acceptance(own, own["k"])})
+    smaller = SpeedupModel(rest, {series: conditional_acceptance(own, list(own["k"]))})
     line = smaller.predict(*at)
     return np.nan if line["is_extrapolated"] else line["speedup"]
 

@@ -7,7 +7,7 @@ in one arm: `target_ms` (inputs, the target's pass and the verification), `draft
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,11 +67,10 @@ def measure_costs(requests: pd.DataFrame, steps: pd.DataFrame, arms: pd.DataFram
     joined["positions"] = joined["num_tokens"] / joined["num_reqs"]
     joined["tokens"] = joined["num_committed"] / joined["num_reqs"]
     joined["num_steps"] = 1
-    of_run = joined.groupby("run")["context"].mean()
-    joined["context"] = joined["run"].map(dict(zip(of_run.index, _merged(of_run), strict=True)))
+    joined["context"] = _merged(joined.groupby("run")["context"].transform("mean"))
     means = {name: "mean" for name in POINT_COLUMNS[4:] if name != "num_steps"}
     grouped = joined.groupby(["series", "k", "num_reqs", "context"], sort=False)
-    return grouped.agg(means | {"num_steps": "size"}).reset_index()[list(POINT_COLUMNS)]
+    return grouped.agg(means | {"num_steps": "size"}).reset_index().loc[:, list(POINT_COLUMNS)]
 
 
 def read_bench(path: Path, scope: str | None = None) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -150,12 +149,14 @@ def _continued(known: Sequence[tuple[float, float]], at: float) -> float:
     return max(value, 0.0)
 
 
-def _merged(contexts: pd.Series) -> list[float]:
-    """Return the contexts with those that are about the same replaced by the mean of them."""
-    order = np.argsort(contexts.to_numpy(np.float64))
-    values = contexts.to_numpy(np.float64)[order]
-    groups = np.cumsum(np.r_[0, values[1:] > _SAME_CONTEXT * values[:-1]])
-    means = np.array([values[groups == group].mean() for group in groups])
-    result = np.empty_like(means)
-    result[order] = means
-    return [float(value) for value in result]
+def _merged(contexts: Iterable[float]) -> list[float]:
+    """Return the contexts with those that are about the same replaced by their middle."""
+    labels: dict[float, float] = {}
+    groups: list[list[float]] = []
+    for value in sorted(set(contexts)):
+        if not groups or value > _SAME_CONTEXT * groups[-1][-1]:
+            groups.append([])
+        groups[-1].append(value)
+    for group in groups:
+        labels |= dict.fromkeys(group, (group[0] + group[-1]) / 2)
+    return [labels[value] for value in contexts]

@@ -222,21 +222,18 @@ def test_parameters_of_drafters_tell_series_apart(tmp_path: Path) -> None:
 
 
 def test_the_frontier_by_hand() -> None:
-    latency = pd.Series([1.0, 2.0, 2.0, 3.0, 3.0], index=list("abcde"))
-    throughput = pd.Series([10.0, 20.0, 15.0, 20.0, 30.0], index=list("abcde"))
+    latency, throughput = [1.0, 2.0, 2.0, 3.0, 3.0], [10.0, 20.0, 15.0, 20.0, 30.0]
     found = frontier(latency, throughput)
-    assert list(found[found].index) == ["a", "b", "e"]  # d waits longer than b for the same
+    # The fourth waits longer than the second for the same.
+    assert found.tolist() == [True, True, False, False, True]
 
 
 def test_no_point_beats_one_of_the_frontier() -> None:
-    rng = np.random.default_rng(0)
-    x, y = (pd.Series(rng.integers(0, 12, 60).astype(float)) for _ in range(2))
-    on = frontier(x, y)
-    for i in x.index:
-        beaten = any(
-            (x[j] <= x[i] and y[j] >= y[i]) and (x[j], y[j]) != (x[i], y[i]) for j in x.index
-        )
-        assert on[i] == (not beaten)
+    points = np.random.default_rng(0).integers(0, 12, (60, 2)).tolist()
+    on = frontier(*zip(*points, strict=True))
+    for (x, y), is_on in zip(points, on, strict=True):
+        beaten = any(a <= x and b >= y and (a, b) != (x, y) for a, b in points)
+        assert is_on == (not beaten)
 
 
 def test_ms_per_token_by_hand() -> None:

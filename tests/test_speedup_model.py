@@ -71,13 +71,13 @@ def rows_of(k: int, committed: list[int], verify: list[bool] | None = None) -> p
 
 def test_conditional_acceptance_by_hand() -> None:
     two = rows_of(2, [1, 2, 3, 3, 9], [True, True, True, True, False])
-    found = conditional_acceptance(two, two["k"])
+    found = conditional_acceptance(two, list(two["k"]))
     assert found.tolist() == pytest.approx([3 / 4, 2 / 3])
 
 
 def test_arms_of_smaller_k_say_nothing_of_later_positions() -> None:
     both = pd.concat([rows_of(2, [1, 2, 3, 3]), rows_of(1, [1, 2])], ignore_index=True)
-    found = conditional_acceptance(both, both["k"])
+    found = conditional_acceptance(both, list(both["k"]))
     assert found.tolist() == pytest.approx([4 / 6, 2 / 3])
 
 
@@ -85,7 +85,7 @@ def test_expected_tokens_of_one_arm_is_its_mean_accepted_length(overview: Overvi
     requests = overview.runs.requests
     for arm, k in (("ngram K=6", 6), ("eagle3 K=2", 2)):
         own = requests.loc[(requests["arm"] == arm) & (requests["run"] == "b8")]
-        tokens, _ = expected_tokens(conditional_acceptance(own, own["k"]), k)
+        tokens, _ = expected_tokens(conditional_acceptance(own, list(own["k"])), k)
         assert tokens == pytest.approx(accepted_length(own).value)
 
 
