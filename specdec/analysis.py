@@ -166,10 +166,11 @@ class Runs:
         """Return a table of each run, one below the other, with the first column `run`."""
         frames: list[pd.DataFrame] = []
         whole = (self.requests, self.steps, self.timings)
-        by_run = [dict(iter(frame.groupby("run", sort=False))) for frame in whole]
+        by_run = [dict(list(frame.groupby("run", sort=False))) for frame in whole]
         for run, arms in self.entries.items():
-            own = (rows.get(run, f.iloc[:0]) for rows, f in zip(by_run, whole, strict=True))
-            frame = table(_Traces(*own), arms)
+            pairs = zip(by_run, whole, strict=True)
+            traces = _Traces(*(rows[run] if run in rows else f.iloc[:0] for rows, f in pairs))
+            frame = table(traces, arms)
             frame.insert(0, "run", run)
             frames.append(frame)
         return _stack(frames)
