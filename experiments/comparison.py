@@ -1,7 +1,7 @@
 """Several runs in one table, and the runs of two folders against each other: two commits, say."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,23 +140,22 @@ def match_runs(runs: Runs, others: Runs) -> Against:
     Raises:
         ConfigError: no arm is in both.
     """
-    free = [(run, entry) for run, entries in others.entries.items() for entry in entries]
     frames: list[pd.DataFrame] = []
     unmatched: list[str] = []
     matched: tuple[set[str], set[str]] = (set(), set())
+    partners = _find_partners(runs, others)
     for run, entries in runs.entries.items():
         for entry in entries:
             name = entry["arm"]
-            partner, why = _find_partner(runs, run, entry, others, free)
+            partner = partners.get((run, name))
             if partner is None:
-                unmatched.append(f"{name} of {run}: {why}")
+                unmatched.append(f"{name} of {run}: {_why_alone(runs, run, entry, others)}")
                 continue
-            free.remove(partner)
             matched[0].add(run)
-            matched[1].add(partner[0])
-            table = compare_arms(runs.traces(run, name), others.traces(partner[0], name))
+            matched[1].add(partner)
+            table = compare_arms(runs.traces(run, name), others.traces(partner, name))
             flag = bool(entry.get("random_tokens", False))
-            first = {"arm": name, "run": run, "other_run": partner[0], "random_tokens": flag}
+            first = {"arm": name, "run": run, "other_run": partner, "random_tokens": flag}
             frames.append(pd.concat([pd.DataFrame([first] * len(table)), table], axis=1))
     if not frames:
         raise ConfigError(
@@ -174,32 +173,42 @@ def match_runs(runs: Runs, others: Runs) -> Against:
     return Against(lines, unmatched, _warnings(provenance), provenance)
 
 
-def _find_partner(
-    runs: Runs,
-    run: str,
-    entry: Mapping[str, Any],
-    others: Runs,
-    free: Sequence[tuple[str, dict[str, Any]]],
-) -> tuple[tuple[str, dict[str, Any]] | None, str]:
-    """Return the partner of an arm, or None and why there is none."""
+def _find_partners(runs: Runs, others: Runs) -> dict[tuple[str, str], str]:
+    """Return (run, arm) -> the run of the other folder that has its partner."""
+    free = {(run, entry["arm"]) for run, entries in others.entries.items() for entry in entries}
+    partners: dict[tuple[str, str], str] = {}
+    for same_folder in (True, False):
+        for run, entries in runs.entries.items():
+            for entry in entries:
+                key = run, entry["arm"]
+                for other_run, differing in _candidates(runs, run, entry, others):
+                    wanted = not differing and (other_run == run or not same_folder)
+                    if key not in partners and wanted and (other_run, key[1]) in free:
+                        partners[key] = other_run
+                        free.remove((other_run, key[1]))
+    return partners
+
+
+def _candidates(
+    runs: Runs, run: str, entry: Mapping[str, Any], others: Runs
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the other folder's runs with an arm of that name, and the settings that differ."""
     own = _settings(runs.configs[run], entry)
-    nearest: list[str] | None = None
-    partners: list[tuple[str, dict[str, Any]]] = []
-    for other_run, other in free:
-        if other["arm"] != entry["arm"]:
-            continue
-        theirs = _settings(others.configs[other_run], other)
-        differing = [key for key in own if key in theirs and own[key] != theirs[key]]
-        if not differing:
-            partners.append((other_run, other))
-        elif nearest is None or len(differing) < len(nearest):
-            nearest = differing
-    if partners:
-        same = [partner for partner in partners if partner[0] == run]
-        return (same or partners)[0], ""
-    if nearest is None:
-        return None, "the other folder has no such arm left"
-    return None, f"the other folder's differs in {', '.join(nearest)}"
+    for other_run, entries in others.entries.items():
+        for other in entries:
+            if other["arm"] == entry["arm"]:
+                theirs = _settings(others.configs[other_run], other)
+                yield other_run, [k for k in own if k in theirs and own[k] != theirs[k]]
+
+
+def _why_alone(runs: Runs, run: str, entry: Mapping[str, Any], others: Runs) -> str:
+    found = [differing for _, differing in _candidates(runs, run, entry, others)]
+    if not found:
+        return "the other folder has no such arm"
+    nearest = min(found, key=len)
+    if not nearest:
+        return "the other folder has fewer runs of it"
+    return f"the other folder's differs in {', '.join(nearest)}"
 
 
 def _settings(config: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +227,7 @@ def _flatten(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): json.dumps(value) for key, value in flat[0].items()} if flat else {}
 
 
-def _facts(provenance: Any) -> dict[str, str]:
+def _facts(provenance: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return fact -> its value, or all its values where runs differ."""
     facts: dict[str, dict[str, None]] = {}
     for made in provenance:

@@ -27,7 +27,7 @@ def escape(text: str) -> str:
 def with_interval(text: str) -> str:
     """Return `value [low, high]` with the interval in small letters, escaped."""
     value, _, interval = text.partition(" [")
-    return escape(value) + (f" {{\\footnotesize {escape('[' + interval)}}}" if interval else "")
+    return escape(value) + (f" {{\\scriptsize {escape('[' + interval)}}}" if interval else "")
 
 
 def write_table(

@@ -165,9 +165,12 @@ class Runs:
     def _each(self, table: "_Table") -> pd.DataFrame:
         """Return a table of each run, one below the other, with the first column `run`."""
         frames: list[pd.DataFrame] = []
+        whole = (self.requests, self.steps, self.timings)
+        by_run = [dict(list(frame.groupby("run", sort=False))) for frame in whole]
         for run, arms in self.entries.items():
-            traces = (f.loc[f["run"] == run] for f in (self.requests, self.steps, self.timings))
-            frame = table(_Traces(*traces), arms)
+            pairs = zip(by_run, whole, strict=True)
+            traces = _Traces(*(rows[run] if run in rows else f.iloc[:0] for rows, f in pairs))
+            frame = table(traces, arms)
             frame.insert(0, "run", run)
             frames.append(frame)
         return _stack(frames)

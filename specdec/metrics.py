@@ -62,9 +62,10 @@ with replacement, NUM_RESAMPLES times from a fixed seed, and the statistic is ta
 resampled sums; resamples without a defined value are left out. A prompt is a request, but the
 turns of one conversation, which are alike, are one prompt: where the trace has the column `turn`,
 a request id that ends in "/<turn>" stands for what comes before. The speed-up draws the same
-groups for both arms, a comparison the same prompts or blocks. Fewer than two units give NaN. The
-result is that of `scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests
-compare with; on sums per unit all resamples are one matrix product.
+groups for both arms, a comparison the same prompts or blocks. Fewer than two units, or than two
+that count in a share's denominator, give NaN; from a handful an interval is too narrow. The result
+is that of `scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests compare
+with; on sums per unit all resamples are one matrix product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -184,8 +185,8 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
             sums = sums_by(counts, "prompt", columns[2:5])
             totals = [int(total) for total in sums.sum(axis=0)]
             line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
-            line |= _named("unconditional", estimate(sums, lambda s: ratio(s[:, 2], s[:, 0])))
-            line |= _named("conditional", estimate(sums, lambda s: ratio(s[:, 2], s[:, 1])))
+            line |= _named("unconditional", _share(sums[:, 2], sums[:, 0]))
+            line |= _named("conditional", _share(sums[:, 2], sums[:, 1]))
             lines.append(line)
     return pd.DataFrame(lines, columns=columns)
 
@@ -423,7 +424,18 @@ def _prompt_ratio(
     """Return a ratio of sums over verify rows."""
     columns = [numerator, denominator]
     sums = sums_by(counted(requests, columns), "prompt", columns)
-    return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
+    return _share(sums[:, 0], sums[:, 1], empty)
+
+
+def _share(numerator: Array, denominator: Array, empty: float = np.nan) -> Estimate:
+    """Return a ratio of sums over units.
+
+    Where one unit alone has what is divided by, the resamples cannot differ: no interval is known.
+    """
+    sums = np.stack([numerator, denominator], axis=1)
+    result = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
+    is_alone = np.count_nonzero(denominator) == 1
+    return Estimate(result.value, np.nan, np.nan) if is_alone else result
 
 
 def _total(frame: pd.DataFrame, column: str) -> float:

@@ -181,7 +181,7 @@ def test_columns_that_came_later_are_missing_values_in_older_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_finished(tmp_path / "old")
-    monkeypatch.setattr(analysis, "OPTIONAL_COLUMNS", ("num_verified",))
+    monkeypatch.setattr(analysis, "OPTIONAL_COLUMNS", (*analysis.OPTIONAL_COLUMNS, "num_verified"))
     frame = pd.read_parquet(folder / "steps.parquet").drop(columns="num_verified")
     frame.to_parquet(folder / "steps.parquet", index=False)
     assert analysis.load_run(folder).steps["num_verified"].isna().all()

@@ -91,6 +91,17 @@ def test_random_tokens_are_flagged_and_absent_means_false(trace: pd.DataFrame) -
             assert list(table(trace, NO_TIMINGS, [entry])["random_tokens"].unique()) == [flagged]
 
 
+def test_a_share_of_one_prompt_alone_has_no_interval(trace: pd.DataFrame) -> None:
+    # Without the second conversation's last step only the first one reaches position 2.
+    own = trace.loc[~((trace["request_id"] == "8/1") & (trace["step"] == 5))]
+    second = metrics.position_table(own, [ARM]).to_dict("records")[1]
+    assert (second["num_reached"], second["conditional"]) == (2, 1 / 2)
+    assert np.isnan([second["conditional_low"], second["conditional_high"]]).all()
+    assert second["unconditional"] == 1 / 3
+    assert np.isnan(second["unconditional_low"])
+    assert not np.isnan(metrics.acceptance_rate(own).low)
+
+
 def made_up_trace(num_prompts: int = 24) -> pd.DataFrame:
     rng = np.random.default_rng(23)
     rows: list[tuple[Any, ...]] = []
