@@ -29,6 +29,7 @@ from experiments.figures import (
 from experiments.overview_data import Overview, num_values
 from experiments.overview_plots import Section
 from experiments.speedup_model import (
+    asked_sizes,
     batch_sizes,
     best_k,
     compare,
@@ -56,7 +57,7 @@ def predict(overview: Overview) -> tuple[pd.DataFrame, pd.DataFrame]:
         model = fit(overview, setting)
         if model.points.empty:
             continue
-        sizes = batch_sizes(model.points, sorted(set(arms["batch_size"])))
+        sizes = batch_sizes(model.points, asked_sizes(arms, model.points))
         context = typical_context(model.points)
         tables = [
             model.surface(series, sizes, context)

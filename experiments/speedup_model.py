@@ -197,6 +197,12 @@ def best_k(surface: pd.DataFrame) -> pd.DataFrame:
     return best
 
 
+def asked_sizes(arms: pd.DataFrame, points: pd.DataFrame) -> list[int]:
+    """Return the batch sizes of some arms; those measured where their runs do not say."""
+    known = {int(size) for size in arms["batch_size"] if size is not None and size == size}
+    return sorted(known) or sorted(set(map(int, points["num_reqs"])))
+
+
 def batch_sizes(points: pd.DataFrame, asked: Sequence[int]) -> list[int]:
     """Return the batch sizes to predict: those asked for, and the powers of two between them."""
     most = max(map(int, points["num_reqs"]))
@@ -235,7 +241,7 @@ def compare(model: SpeedupModel, overview: Overview, setting: str) -> pd.DataFra
     / measured - 1), `held_out` and `held_out_error`, NaN where the others do not surround it.
     """
     arms = overview.summary.loc[overview.summary["setting"] == setting]
-    asked = set(arms["batch_size"])
+    asked = asked_sizes(arms, model.points)
     columns = ["series", "k", "num_reqs", "measured", "predicted", "error"]
     columns += ["held_out", "held_out_error", "num_steps"]
     points = model.points.to_dict("records")
@@ -298,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for setting in overview.drafting["setting"].unique():
         model = fit(overview, setting, costs)
-        sizes = overview.summary.loc[overview.summary["setting"] == setting, "batch_size"]
-        asked = list(sizes) if costs is None else list(costs["num_reqs"])
+        arms = overview.summary.loc[overview.summary["setting"] == setting]
+        asked = asked_sizes(arms, model.points) if costs is None else list(costs["num_reqs"])
         for series in filter(model.can_predict, model.acceptance):
             context = typical_context(model.points)
             best = best_k(model.surface(series, batch_sizes(model.points, asked), context))
