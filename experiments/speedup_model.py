@@ -221,8 +221,7 @@ def fit(overview: Overview, setting: str, costs: pd.DataFrame | None = None) -> 
     """
     arms = overview.summary.loc[overview.summary["setting"] == setting]
     keys = arms[["run", "arm", "series", "k"]]
-    requests = overview.runs.requests.drop(columns=["k"], errors="ignore")
-    own = requests.merge(keys, on=["run", "arm"])
+    own = _requests_of(overview, setting)
     if costs is None:
         steps = overview.runs.steps.merge(keys[["run", "arm"]], on=["run", "arm"])
         costs = measure_costs(own.drop(columns=["series", "k"]), steps, keys)
@@ -245,6 +244,7 @@ def compare(model: SpeedupModel, overview: Overview, setting: str) -> pd.DataFra
     columns = ["series", "k", "num_reqs", "measured", "predicted", "error"]
     columns += ["held_out", "held_out_error", "num_steps"]
     points = model.points.to_dict("records")
+    drafting = _requests_of(overview, setting)
     rates = {
         (row["num_reqs"], row["context"]): row["tokens"] / row["step_ms"]
         for row in points
@@ -260,7 +260,7 @@ def compare(model: SpeedupModel, overview: Overview, setting: str) -> pd.DataFra
         at = (row["series"], row["k"], row["num_reqs"], row["context"])
         measured = row["tokens"] / row["step_ms"] / rate
         predicted = model.predict(*at)["speedup"]
-        held_out = _held_out(model, overview, setting, at)
+        held_out = _held_out(model, drafting, at)
         errors = predicted / measured - 1, held_out / measured - 1
         lines.append(
             (*at[:3], measured, predicted, errors[0], held_out, errors[1], row["num_steps"])
@@ -270,22 +270,32 @@ def compare(model: SpeedupModel, overview: Overview, setting: str) -> pd.DataFra
 
 
 def _held_out(
-    model: SpeedupModel, overview: Overview, setting: str, at: tuple[str, int, int, float]
+    model: SpeedupModel, drafting: pd.DataFrame, at: tuple[str, int, int, float]
 ) -> float:
-    """Predict a point from the others alone; NaN where they do not surround it."""
+    """Predict a point from the others alone; NaN where they do not surround it.
+
+    Args:
+        model: has the point among its points.
+        drafting: the request trace of the setting, with `series` and `k`.
+        at: series, K, number of requests and context of the point.
+    """
     series, k, num_reqs, _ = at
     points = model.points
-    same = (points["series"] == series) & (points["k"] == k)
-    arms = overview.summary
-    others = arms.loc[(arms["setting"] == setting) & (arms["series"] == series) & (arms["k"] != k)]
-    requests = overview.runs.requests.drop(columns=["k"], errors="ignore")
-    own = requests.merge(others[["run", "arm", "k"]], on=["run", "arm"])
-    rest = points.loc[~(same & (points["num_reqs"] == num_reqs))]
-    if own.empty or series not in set(rest["series"]):
+    same = (points["series"] == series) & (points["k"] == k) & (points["num_reqs"] == num_reqs)
+    others = drafting.loc[(drafting["series"] == series) & (drafting["k"] != k)]
+    rest = points.loc[~same]
+    if others.empty or series not in set(rest["series"]):
         return np.nan
-    smaller = SpeedupModel(rest, {series: conditional_acceptance(own, list(own["k"]))})
+    smaller = SpeedupModel(rest, {series: conditional_acceptance(others, list(others["k"]))})
     line = smaller.predict(*at)
     return np.nan if line["is_extrapolated"] else line["speedup"]
+
+
+def _requests_of(overview: Overview, setting: str) -> pd.DataFrame:
+    """Return the request trace of a setting, with `series` and `k` of each arm."""
+    arms = overview.summary.loc[overview.summary["setting"] == setting]
+    requests = overview.runs.requests.drop(columns=["k"], errors="ignore")
+    return requests.merge(arms[["run", "arm", "series", "k"]], on=["run", "arm"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
