@@ -21,7 +21,7 @@ help:
 	@echo "make demo       compare drafters on the embedded real model (CPU, minutes)"
 	@echo "make test       quick tests, and the kernels in Triton's interpreter"
 	@echo "make test-gpu   tests on a CUDA device"
-	@echo "make test-full  tests on real weights"
+	@echo "make test-full  tests on real weights, and the pages in a browser (needs Chromium)"
 	@echo "make bench      speed beside transformers' generate, interleaved in one process"
 	@echo "make bundle     what a GPU host without network needs, in parts (docs/gpu_hosts.md)"
 	@echo "make lint type fmt setup weights clean"
@@ -54,7 +54,7 @@ test-gpu: weights
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-full: weights
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow or browser" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check $(PACKAGES)

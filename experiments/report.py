@@ -1,112 +1,43 @@
-"""Rebuild a run's report from its traces: `python -m experiments.report <run folder>`.
+"""Rebuild reports from traces: `python -m experiments.report <folder> [--against <other>]`.
 
-Reads what `experiments.run` left in the folder and writes `report.html` (one self-contained page),
-`plots/*.png`, `summary.csv` and `categories.csv`. The formulas are in `specdec.metrics`.
+In a run folder it writes `report.html` (one self-contained page), `plots/*.png`, `summary.csv`,
+`categories.csv` and `summary.tex`. In a folder of runs it writes `comparison.csv` and
+`comparison.tex`, all arms of all runs. With `--against` it compares the arms that both folders
+have, of two commits for instance, and writes `against.csv` and `against.tex` into the first. The
+formulas are in `specdec.metrics`.
 """
 
 import argparse
+import inspect
 import json
+import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from experiments import tables
+from experiments import latex, tables
+from experiments.comparison import compare_folders, compare_runs
+from experiments.model_plots import model_section
+from experiments.overview_data import without_metrics
 from experiments.plots import write_plots
-from experiments.tables import render_table
-from specdec.errors import CapacityError, ConfigError, SpecdecError
+from experiments.tables import HtmlTable, flag_random_tokens, render_table
+from specdec import metrics
+from specdec.analysis import Run, is_run_folder, load, load_run
+from specdec.errors import CapacityError, SpecdecError
+from specdec.log import setup_logging
 from specdec.metrics import (
+    compare_arms,
     idle_positions,
     position_table,
     summarise_arms,
     summarise_categories,
     time_split,
 )
-from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
-
-_TABLES = {
-    "requests.parquet": (*REQUEST_COLUMNS, "arm"),
-    "steps.parquet": (*STEP_COLUMNS, "arm"),
-    "timings.parquet": ("arm", "group", "category", "num_tokens", "wall_s"),
-}
-_TEXTS = ("arms.json", "provenance.json", "config.yaml")
-_ARM_KEYS = {"arm", "drafter", "k", "verifier", "temperature", "lossless", "verdict"}
-_ARM_KEYS |= {"device", "graph_scope", "launches", "capture", "draft_length"}
-_CAPTURE_KEYS = {"num_graphs", "seconds", "num_bytes"}
-_VERDICT_KEYS = {"status", "dtype", "num_compared", "num_equal", "note"}
-
-
-@dataclass
-class Run:
-    """What a run folder holds."""
-
-    requests: pd.DataFrame
-    steps: pd.DataFrame
-    timings: pd.DataFrame
-    arms: list[dict[str, Any]]  # the autoregressive arm first
-    provenance: dict[str, Any]
-    config_text: str
-
-
-def load_run(folder: Path) -> Run:
-    """Read a run folder.
-
-    Raises:
-        ConfigError: a file is missing or unreadable, or lacks columns or keys.
-    """
-    missing = [name for name in (*_TABLES, *_TEXTS) if not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(
-            f"{folder} is no complete run folder: {', '.join(missing)} missing; "
-            "give a folder that `python -m experiments.run` finished"
-        )
-    frames: dict[str, pd.DataFrame] = {}
-    name = ""
-    try:
-        for name, columns in _TABLES.items():
-            frames[name] = pd.read_parquet(folder / name)
-            _check_names(folder / name, columns, frames[name].columns)
-        name = "arms.json"
-        arms = json.loads((folder / name).read_text(encoding="utf-8"))
-        _check_arms(folder / name, arms)
-        name = "provenance.json"
-        provenance = json.loads((folder / name).read_text(encoding="utf-8"))
-        name = "config.yaml"
-        config_text = (folder / name).read_text(encoding="utf-8")
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / name} cannot be read ({error}); run it again") from error
-    known = {arm["arm"] for arm in arms}
-    for name, frame in frames.items():
-        unknown = sorted(set(frame["arm"]) - known)
-        if unknown:
-            raise ConfigError(f"{folder / name} has the arms {unknown}, which arms.json lacks")
-    requests, steps, timings = frames.values()
-    return Run(requests, steps, timings, arms, provenance, config_text)
-
-
-def _check_names(path: Path, needed: Iterable[str], given: Iterable[str]) -> None:
-    lacking = [name for name in needed if name not in set(given)]
-    if lacking:
-        raise ConfigError(f"{path} lacks {', '.join(lacking)}; run it again with this version")
-
-
-def _check_arms(path: Path, arms: Any) -> None:
-    if not isinstance(arms, list) or not arms:
-        raise ConfigError(f"{path} names no arm; the first must be the autoregressive one")
-    for arm in arms:
-        _check_names(path, sorted(_ARM_KEYS), arm)
-        _check_names(path, sorted(_VERDICT_KEYS), arm["verdict"])
-        _check_names(path, sorted(_CAPTURE_KEYS), arm["capture"])
-    names = [arm["arm"] for arm in arms]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{path} names an arm twice: {names}; every arm needs a name of its own")
 
 
 def build_report(folder: Path) -> Path:
@@ -137,6 +68,7 @@ def _write_report(run: Run, folder: Path) -> Path:
     idle = idle_positions(run.requests, run.steps, run.arms)
     summary.to_csv(folder / "summary.csv", index=False)
     categories.to_csv(folder / "categories.csv", index=False)
+    latex.write_summary(folder / "summary.tex", summary, _setting(run.provenance))
     plots = write_plots(folder / "plots", summary, categories, positions, times)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -145,18 +77,25 @@ def _write_report(run: Run, folder: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+    def flagged(table: HtmlTable | None) -> HtmlTable | None:
+        return None if table is None else flag_random_tokens(table, run.arms)
+
     page = environment.get_template("report.html.j2").render(
         lead=tables.lead(summary),
         setting=_setting(run.provenance),
         baseline=summary["arm"][0],
-        summary=tables.summary_table(summary),
-        categories=tables.category_tables(categories),
-        positions=tables.position_lines(positions),
-        times=tables.time_lines(times),
-        launches=tables.launch_lines(run.arms),
-        lengths=tables.length_lines(run.arms),
-        idle=tables.idle_lines(idle, run.arms),
-        verdicts=tables.verdict_table(summary),
+        summary=flagged(tables.summary_table(summary)),
+        paired=flagged(_paired_table(run, summary)),
+        categories=[flagged(table) for table in tables.category_tables(categories)],
+        positions=flagged(tables.position_lines(positions)),
+        times=flagged(tables.time_lines(times)),
+        launches=flagged(tables.launch_lines(run.arms)),
+        lengths=flagged(tables.length_lines(run.arms)),
+        idle=flagged(tables.idle_lines(idle, run.arms)),
+        verdicts=flagged(tables.verdict_table(summary)),
+        formulas=inspect.cleandoc(metrics.__doc__ or ""),
+        model=model_section(folder / "plots", without_metrics(load(folder, unfinished=True))),
         plots={plot.name: plot for plot in plots},
         timed_dtype=run.provenance.get("dtype", "the timed dtype"),
         provenance=list(_flatten(run.provenance)),
@@ -165,6 +104,16 @@ def _write_report(run: Run, folder: Path) -> Path:
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _paired_table(run: Run, summary: pd.DataFrame) -> HtmlTable | None:
+    """Return how the other speculative arms differ from the fastest; None where there is none."""
+    other = tables.fastest(summary)
+    if other is None:
+        return None
+    names = [name for name in summary["arm"][1:] if name != other]
+    changes = {name: compare_arms(run.traces(name), run.traces(other)) for name in names}
+    return tables.paired_lines(changes, other)
 
 
 def read_tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -197,21 +146,34 @@ def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rebuild a report and show its tables; return the exit status."""
+    """Rebuild a report or a comparison and show its tables; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m experiments.report", description=__doc__)
-    parser.add_argument("folder", type=Path, help="run folder, as experiments.run writes it")
-    folder: Path = parser.parse_args(argv).folder
+    parser.add_argument("folder", type=Path, help="run folder, or a folder that holds some")
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="folder to compare it with")
+    arguments = parser.parse_args(argv)
+    setup_logging(logging.WARNING)
     try:
-        path = build_report(folder)
+        shown, written = _rebuild(arguments.folder, arguments.against)
     except SpecdecError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=120)
-    for table in render_table(*read_tables(folder)):
-        console.print(table)
-    console.print(f"report: {path}", soft_wrap=True, highlight=False)
+    for item in shown:
+        console.print(item, highlight=False)
+    for path in written:
+        console.print(f"report: {path}", soft_wrap=True, highlight=False)
     return 0
+
+
+def _rebuild(folder: Path, against: Path | None) -> tuple[list[RenderableType], list[Path]]:
+    """Write what was asked for; return what to show and the files to name."""
+    if against is not None:
+        return compare_folders(folder, against)
+    if not is_run_folder(folder) and not (folder / "arms.json").is_file():
+        return compare_runs(folder)
+    path = build_report(folder)
+    return [*render_table(*read_tables(folder))], [path]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A number has the same digits wherever it stands; a dash stands for what was not measured.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from specdec.metrics import PHASES
 _TERMINAL_WIDTH = 120
 _PARTS = ("step", "target", "draft", "propose")  # of a step, see `runner.cuda_graphs`
 _NOT_LOSSLESS = ("different", "lossy")
+RANDOM_FLAG = "random tokens"
+RANDOM_NOTE = (
+    "random tokens: prompts that are no text; acceptance on them tells nothing about text."
+)
 
 
 @dataclass
@@ -38,9 +43,11 @@ def render_table(summary: pd.DataFrame, categories: pd.DataFrame) -> list[Table]
         summary: from `specdec.metrics.summarise_arms`.
         categories: from `specdec.metrics.summarise_categories`.
     """
-    arms = _terminal_table(
+    caption = (
         "[low, high]: 95 % bootstrap interval over prompts, for the speed-up over groups of them"
     )
+    flagged = any(summary["random_tokens"])
+    arms = terminal_table(f"{caption}\n{RANDOM_NOTE}" if flagged else caption)
     arms.add_column("arm", overflow="fold", min_width=12, max_width=26)
     arms.add_column("K", justify="right")
     arms.add_column("mean accepted length (bonus included)", justify="right", min_width=17)
@@ -50,13 +57,13 @@ def render_table(summary: pd.DataFrame, categories: pd.DataFrame) -> list[Table]
     arms.add_column("equality verdict", min_width=16)
     for row in summary.to_dict("records"):
         cells = (
-            str(row["arm"]),
+            arm_label(row),
             str(row["k"]),
-            _interval(row, "accepted_length", "{:.2f}"),
+            interval_text(row, "accepted_length", "{:.2f}"),
             _positions_text(row),
-            _number(row["tokens_per_s"], "{:.1f}"),
-            _interval(row, "speedup", "{:.2f}x"),
-            _verdict_text(row),
+            number_text(row["tokens_per_s"], "{:.1f}"),
+            interval_text(row, "speedup", "{:.2f}x"),
+            verdict_text(row),
         )
         arms.add_row(*map(escape, cells))
     # The baseline's columns would all say 1.00; they stay only where there is nothing else.
@@ -82,13 +89,18 @@ def _terminal_categories(categories: pd.DataFrame, arms: Sequence[str]) -> Table
     caption = "mean accepted length (bonus included) and speed-up"
     if math.isnan(sum(categories["speedup"])):
         caption += "; -: ran in groups with other categories"
-    table = _terminal_table(caption)
+    labels = {row["arm"]: arm_label(row) for row in categories.to_dict("records")}
+    if any(labels[arm] != arm for arm in arms):
+        caption += f"\n{RANDOM_NOTE}"
+    table = terminal_table(caption)
     table.add_column("category", overflow="fold", max_width=20)
     for arm in arms:
-        table.add_column(escape(arm), justify="right", overflow="fold", min_width=12, max_width=20)
+        table.add_column(
+            escape(labels[arm]), justify="right", overflow="fold", min_width=12, max_width=20
+        )
     cells = {
-        (row["category"], row["arm"]): _number(row["accepted_length"], "{:.2f}")
-        + f" {_number(row['speedup'], '{:.2f}x'):>6}"
+        (row["category"], row["arm"]): number_text(row["accepted_length"], "{:.2f}")
+        + f" {number_text(row['speedup'], '{:.2f}x'):>6}"
         for row in categories.to_dict("records")
     }
     for category in categories["category"].unique():
@@ -97,10 +109,36 @@ def _terminal_categories(categories: pd.DataFrame, arms: Sequence[str]) -> Table
     return table
 
 
-def _terminal_table(caption: str) -> Table:
+def terminal_table(caption: str) -> Table:
+    """Return an empty table in the style of the others."""
     return Table(
         box=box.SIMPLE_HEAD, caption=escape(caption), caption_justify="left", padding=(0, 1, 0, 0)
     )
+
+
+def arm_label(row: Mapping[Any, Any], key: str = "arm") -> str:
+    """Return an arm's name, flagged where its prompts are random tokens.
+
+    Args:
+        row: of a table, or an entry of arms.json; without `random_tokens` there are none.
+        key: where the name is.
+    """
+    return f"{row[key]} ({RANDOM_FLAG})" if row.get("random_tokens") else str(row[key])
+
+
+def flag_random_tokens(table: HtmlTable, arms: Sequence[Mapping[str, Any]]) -> HtmlTable:
+    """Return a table of the page in which arms with prompts of random tokens are marked and told.
+
+    Args:
+        table: the arms' names are in its first column or its headers.
+        arms: entries of arms.json.
+    """
+    labels = {arm["arm"]: arm_label(arm) for arm in arms if arm.get("random_tokens")}
+    headers = [labels.get(header, header) for header in table.headers]
+    rows = [[labels.get(first, first), *rest] for first, *rest in table.rows]
+    marked = headers != table.headers or rows != table.rows
+    caption = f"{table.caption} {RANDOM_NOTE.capitalize()}" if marked else table.caption
+    return dataclasses.replace(table, caption=caption, headers=headers, rows=rows)
 
 
 def summary_table(summary: pd.DataFrame) -> HtmlTable:
@@ -112,13 +150,13 @@ def summary_table(summary: pd.DataFrame) -> HtmlTable:
         [
             str(row["arm"]),
             str(row["k"]),
-            _interval(row, "accepted_length", "{:.2f}"),
-            _interval(row, "speedup", "{:.2f}x"),
-            _interval(row, "tokens_per_s", "{:.1f}"),
-            _verdict_text(row),
+            interval_text(row, "accepted_length", "{:.2f}"),
+            interval_text(row, "speedup", "{:.2f}x"),
+            interval_text(row, "tokens_per_s", "{:.1f}"),
+            verdict_text(row),
             _positions_text(row),
-            _interval(row, "acceptance_rate", "{:.1%}"),
-            _interval(row, "undrafted_share", "{:.1%}"),
+            interval_text(row, "acceptance_rate", "{:.1%}"),
+            interval_text(row, "undrafted_share", "{:.1%}"),
         ]
         for row in summary.to_dict("records")
     ]
@@ -147,7 +185,7 @@ def category_tables(categories: pd.DataFrame) -> list[HtmlTable]:
         for category in names:
             own = [lines.get((category, arm)) for arm in arms]
             num_prompts = max(row["num_prompts"] for row in own if row)
-            cells = [_interval(row, name, form) if row else "-" for row in own]
+            cells = [interval_text(row, name, form) if row else "-" for row in own]
             rows.append([category_label(category), str(num_prompts), *cells])
         tables.append(HtmlTable(caption, ["Category", "Prompts", *arms], rows))
     return tables
@@ -160,8 +198,8 @@ def position_lines(positions: pd.DataFrame) -> HtmlTable:
         [
             str(row["arm"]),
             *(str(row[key]) for key in ("position", "num_drafted", "num_reached", "num_accepted")),
-            _interval(row, "unconditional", "{:.1%}"),
-            _interval(row, "conditional", "{:.1%}"),
+            interval_text(row, "unconditional", "{:.1%}"),
+            interval_text(row, "conditional", "{:.1%}"),
         ]
         for row in positions.to_dict("records")
     ]
@@ -175,7 +213,7 @@ def time_lines(times: pd.DataFrame) -> HtmlTable:
     rows: list[list[str]] = []
     for row in times.to_dict("records"):
         phases = [_phase_text(row, phase) for phase in shown]
-        step_ms = _number(row["step_ms"], "{:.2f}")
+        step_ms = number_text(row["step_ms"], "{:.2f}")
         rows.append([str(row["arm"]), str(row["num_steps"]), *phases, step_ms])
     headers = ["Arm", "Decode steps", *(f"{phase}, ms" for phase in shown), "Whole step, ms"]
     caption = "Mean milliseconds per decode step, and the share of each phase."
@@ -196,7 +234,7 @@ def _phase_text(row: Mapping[Any, Any], phase: str) -> str:
     """Return `milliseconds (share)`, or a dash."""
     if not math.isfinite(row[f"{phase}_ms"]):
         return "-"
-    return f"{row[f'{phase}_ms']:.2f} ({_number(row[f'{phase}_share'], '{:.0%}')})"
+    return f"{row[f'{phase}_ms']:.2f} ({number_text(row[f'{phase}_share'], '{:.0%}')})"
 
 
 def launch_lines(arms: Sequence[Mapping[str, Any]]) -> HtmlTable:
@@ -256,7 +294,7 @@ def idle_lines(idle: pd.DataFrame, arms: Sequence[Mapping[str, Any]]) -> HtmlTab
             captured = [str(capture["num_graphs"]), f"{capture['num_bytes'] / 2**20:.1f}"]
             captured.append(f"{capture['seconds']:.1f}")
         shares = ("padding_share", "undrafted_share", "idle_share")
-        shown = [_number(row[name], "{:.1%}") for name in shares]
+        shown = [number_text(row[name], "{:.1%}") for name in shares]
         rows.append([str(row["arm"]), str(row["num_computed"]), *shown, *captured])
     headers = ["Arm", "Positions computed", "Padding", "Undrafted", "Computed for nothing"]
     headers += ["Captured", "Captured, MiB", "Capturing, s"]
@@ -286,17 +324,59 @@ def verdict_table(summary: pd.DataFrame) -> HtmlTable:
     return HtmlTable(caption, headers, rows, text_columns=(0, 1, 2, 4, 6))
 
 
-def lead(summary: pd.DataFrame) -> str:
-    """Return the result in a few sentences; an arm that changes the output cannot win."""
+def paired_lines(changes: Mapping[str, pd.DataFrame], other: str) -> HtmlTable | None:
+    """Return how arms differ from one of them, a line each; None where there is no other.
+
+    Args:
+        changes: arm -> its comparison, from `specdec.metrics.compare_arms`.
+        other: the arm that they are compared with.
+    """
+    headers = ["Arm", "Accepted length: difference", "Shown", "Tokens/s: ratio", "Shown", "Prompts"]
+    rows: list[list[str]] = []
+    for arm, table in changes.items():
+        lines = {line["measure"]: line for line in table.to_dict("records")}
+        length, speed = lines["accepted_length"], lines["tokens_per_s"]
+        cells = [change_text(length), _shown(length), change_text(speed), _shown(speed)]
+        rows.append([arm, *cells, str(length["num_units"])])
+    caption = (
+        f"Each arm against {other}, the fastest that keeps the output; the interval draws the same "
+        "prompts for both. Shown: the interval excludes no difference (0, or a ratio of 1)."
+    )
+    return HtmlTable(caption, headers, rows, text_columns=(0, 2, 4)) if rows else None
+
+
+def change_text(line: Mapping[Any, Any]) -> str:
+    """Return a line of a comparison as `value [low, high]`: signed, or a ratio with an x."""
+    form = "{:+.2f}" if line["change"] == "difference" else "{:.3f}x"
+    return interval_text(
+        {**line, "value_low": line["low"], "value_high": line["high"]}, "value", form
+    )
+
+
+def _shown(line: Mapping[Any, Any]) -> str:
+    return "yes" if line["differs"] else "no"
+
+
+def fastest(summary: pd.DataFrame) -> str | None:
+    """Return the speculative arm with the highest speed-up of those that keep the output."""
     measured = summary.iloc[1:].dropna(subset=["speedup"])
     lossless = measured.loc[~measured["verdict"].isin(_NOT_LOSSLESS)]
     if lossless.empty:
+        return None
+    return str(lossless.sort_values("speedup", ascending=False)["arm"].iloc[0])
+
+
+def lead(summary: pd.DataFrame) -> str:
+    """Return the result in a few sentences; an arm that changes the output cannot win."""
+    measured = summary.iloc[1:].dropna(subset=["speedup"])
+    winner = fastest(summary)
+    if winner is None:
         text = "No speculative arm with the target's own output has a measured speed-up."
     else:
-        best = lossless.sort_values("speedup", ascending=False).to_dict("records")[0]
+        best = summary.loc[summary["arm"] == winner].to_dict("records")[0]
         text = "Fastest" if best["speedup"] > 1 else "No arm beats autoregressive decoding; closest"
         text += (
-            f": {best['arm']}, at {_interval(best, 'speedup', '{:.2f}x')} the speed of "
+            f": {best['arm']}, at {interval_text(best, 'speedup', '{:.2f}x')} the speed of "
             f"autoregressive decoding, with a mean accepted length of "
             f"{best['accepted_length']:.2f} (verdict on its output: {best['verdict']})."
         )
@@ -305,6 +385,8 @@ def lead(summary: pd.DataFrame) -> str:
     left_out = measured.loc[measured["verdict"].isin(_NOT_LOSSLESS), "arm"]
     if len(left_out):
         text += f" Left out, because their output is different or lossy: {', '.join(left_out)}."
+    if any(summary["random_tokens"]):
+        text += " The prompts are random tokens: acceptance on them tells nothing about text."
     return text
 
 
@@ -313,14 +395,15 @@ def category_label(category: Any) -> str:
     return category if isinstance(category, str) and category else "(no category)"
 
 
-def _number(value: float, form: str) -> str:
+def number_text(value: float, form: str) -> str:
+    """Return a number, or a dash for one that was not measured."""
     return form.format(value) if math.isfinite(value) else "-"
 
 
-def _interval(row: Mapping[Any, Any], name: str, form: str) -> str:
+def interval_text(row: Mapping[Any, Any], name: str, form: str) -> str:
     """Return `value [low, high]`, or the value alone where there is no interval."""
-    text = _number(row[name], form)
-    low, high = (_number(row[f"{name}_{end}"], form).rstrip("x%") for end in ("low", "high"))
+    text = number_text(row[name], form)
+    low, high = (number_text(row[f"{name}_{end}"], form).rstrip("x%") for end in ("low", "high"))
     return text if "-" in (low, high) else f"{text} [{low}, {high}]"
 
 
@@ -330,7 +413,7 @@ def _positions_text(row: Mapping[Any, Any]) -> str:
     return " ".join(f"{100 * share:.0f}" for share in shares if math.isfinite(share)) or "-"
 
 
-def _verdict_text(row: Mapping[Any, Any]) -> str:
+def verdict_text(row: Mapping[Any, Any]) -> str:
     """Return the verdict, with dtype and counts where texts were compared."""
     compared = row["verdict_num_compared"]
     counts = f", {row['verdict_dtype']} ({row['verdict_num_equal']}/{compared})"

@@ -19,6 +19,10 @@ Undrafted share
     valid draft (a draft of -1, or one behind the text's end) and so could commit nothing.
 Tokens per second
     sum(num_tokens) / sum(wall_s) over the groups of prompts that ran together.
+Milliseconds per output token
+    of a request, from the start of its first verify row's step to the end of its last one's: wall
+    time / sum(num_committed), pooled over requests. What a reader waits for a token: steps in
+    between that ran other requests' prompt tokens count.
 Speed-up
     tokens/s of the arm / tokens/s of the autoregressive arm, both over the groups that both ran.
     A category has one only from groups that hold nothing else; "mixed" groups belong to none.
@@ -39,6 +43,18 @@ Idle positions
     (padding + undrafted positions) / sum(num_computed_tokens): positions that were computed for
     nothing. Undrafted as above, but over the verify rows of the decode steps.
 
+Two arms, of one run or of two, are compared over the prompts that both answered (`compare_arms`):
+
+Difference of accepted lengths
+    mean accepted length of the arm - that of the other.
+Ratio of tokens/s, ratio of speed-ups
+    the arm's / the other's, summed over *blocks*: the smallest sets of whole groups with which both
+    arms ran the same prompts. Where both ran them in the same groups, a block is a group. Each
+    speed-up is against the autoregressive arm of the arm's own run, so that two runs on machines
+    of different speed can be compared by it.
+The arms *differ* where the interval excludes 0 (a ratio's: 1). Each interval stands alone: of
+twenty comparisons of equal arms, one is expected to differ.
+
 A metric whose denominator is zero is NaN, but for the accepted length.
 
 Intervals are 95 % percentile bootstraps: the units (prompts; for timings the groups) are drawn
@@ -46,19 +62,29 @@ with replacement, NUM_RESAMPLES times from a fixed seed, and the statistic is ta
 resampled sums; resamples without a defined value are left out. A prompt is a request, but the
 turns of one conversation, which are alike, are one prompt: where the trace has the column `turn`,
 a request id that ends in "/<turn>" stands for what comes before. The speed-up draws the same
-groups for both arms. Fewer than two units give NaN. The result is that of
-`scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests compare with; on
-sums per unit all resamples are one matrix product.
+groups for both arms, a comparison the same prompts or blocks. Fewer than two units, or than two
+that count in a share's denominator, give NaN; from a handful an interval is too narrow. The result
+is that of `scipy.stats.bootstrap(..., paired=True, method="percentile")`, which the tests compare
+with; on sums per unit all resamples are one matrix product.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from specdec.intervals import Array, Estimate, estimate, ratio
+from specdec.units import (
+    ArmTraces,
+    counted,
+    paired_lengths,
+    paired_speeds,
+    prompts_of,
+    sums_by,
+    undrafted,
+    verify_rows,
+)
 
 MIXED = "mixed"  # the category of a group whose prompts have several
 # "launch": device time inside launches that hold several phases; "host": the rest of the step.
@@ -84,7 +110,33 @@ def undrafted_share(requests: pd.DataFrame) -> Estimate:
 
 def tokens_per_s(timings: pd.DataFrame) -> Estimate:
     """Return new tokens per second of wall time, over groups of prompts."""
-    sums = _sums(timings, "group", ["num_tokens", "wall_s"])
+    sums = sums_by(timings, "group", ["num_tokens", "wall_s"])
+    return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
+
+
+def ms_per_token(requests: pd.DataFrame, steps: pd.DataFrame) -> Estimate:
+    """Return milliseconds per output token of a request, over prompts.
+
+    Args:
+        requests: rows of one arm.
+        steps: rows of the same arm of the step trace.
+    """
+    rows = verify_rows(requests)
+    taken = steps.set_index("step")["step_ms"].fillna(0.0).sort_index()
+    ended = taken.cumsum()
+    started = ended - taken
+    names = ["request_id", *(["sample_index"] if "sample_index" in rows else [])]
+    spans = rows.assign(prompt=prompts_of(rows)).groupby(names, dropna=False)
+    runs = spans.agg(
+        prompt=("prompt", "first"),
+        first=("step", "min"),
+        last=("step", "max"),
+        num_tokens=("num_committed", "sum"),
+    )
+    runs["wall_ms"] = np.asarray(ended.reindex(runs["last"])) - np.asarray(
+        started.reindex(runs["first"])
+    )
+    sums = sums_by(runs, "prompt", ["wall_ms", "num_tokens"])
     return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
 
 
@@ -98,7 +150,7 @@ def speedup(timings: pd.DataFrame, baseline: pd.DataFrame) -> Estimate:
     columns = ["num_tokens", "wall_s"]
     own = timings.loc[timings["group"].isin(baseline["group"])]
     other = baseline.loc[baseline["group"].isin(timings["group"])]
-    sums = np.hstack([_sums(own, "group", columns), _sums(other, "group", columns)])
+    sums = np.hstack([sums_by(own, "group", columns), sums_by(other, "group", columns)])
     return estimate(sums, lambda s: ratio(ratio(s[:, 0], s[:, 1]), ratio(s[:, 2], s[:, 3])))
 
 
@@ -118,8 +170,8 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
     columns += _names("unconditional") + _names("conditional")
     lines: list[dict[str, Any]] = []
     for arm in arms:
-        rows = _verify_rows(_of_arm(requests, arm["arm"]))
-        prompts = _prompts(rows)
+        rows = verify_rows(_of_arm(requests, arm["arm"]))
+        prompts = prompts_of(rows)
         for position in range(1, _num_positions(rows, arm) + 1):
             drafted = rows["num_drafted"] >= position
             counts = pd.DataFrame(
@@ -130,11 +182,11 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
                     "num_accepted": rows["num_accepted"] >= position,
                 }
             )
-            sums = _sums(counts, "prompt", columns[2:5])
+            sums = sums_by(counts, "prompt", columns[2:5])
             totals = [int(total) for total in sums.sum(axis=0)]
             line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
-            line |= _named("unconditional", estimate(sums, lambda s: ratio(s[:, 2], s[:, 0])))
-            line |= _named("conditional", estimate(sums, lambda s: ratio(s[:, 2], s[:, 1])))
+            line |= _named("unconditional", _share(sums[:, 2], sums[:, 0]))
+            line |= _named("conditional", _share(sums[:, 2], sums[:, 1]))
             lines.append(line)
     return pd.DataFrame(lines, columns=columns)
 
@@ -152,7 +204,7 @@ def time_split(requests: pd.DataFrame, steps: pd.DataFrame, arms: Sequence[Arm])
         PHASES, `step_ms` (mean wall time from a step's launch to its commit; with two steps in
         flight, from the commit before to its own).
     """
-    decode = _decode_steps(requests, steps)
+    decode = decode_steps(requests, steps)
     lines: list[dict[str, Any]] = []
     for arm in arms:
         own = _of_arm(decode, arm["arm"])
@@ -179,7 +231,7 @@ def idle_positions(
         target ran), `num_padding` and `num_undrafted` of them, and `padding_share`,
         `undrafted_share` and `idle_share` (both) of those computed.
     """
-    decode = _decode_steps(requests, steps)
+    decode = decode_steps(requests, steps)
     lines: list[dict[str, Any]] = []
     for arm in arms:
         own = _of_arm(decode, arm["arm"])
@@ -199,13 +251,16 @@ def idle_positions(
     return pd.DataFrame(lines)
 
 
-def _decode_steps(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+def decode_steps(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return the decode steps' rows of the step trace, with a column `undrafted`."""
-    counted = requests.assign(undrafted=_undrafted(requests))
-    rows = counted.groupby(["arm", "step"]).agg(
-        num_rows=("is_verify", "size"),
-        num_verify=("is_verify", "sum"),
-        undrafted=("undrafted", "sum"),
+    rows = (
+        requests.assign(undrafted=undrafted(requests))
+        .groupby(["arm", "step"])
+        .agg(
+            num_rows=("is_verify", "size"),
+            num_verify=("is_verify", "sum"),
+            undrafted=("undrafted", "sum"),
+        )
     )
     joined = steps.merge(rows, left_on=["arm", "step"], right_index=True, how="inner")
     decode = joined["num_verify"].eq(joined["num_reqs"]) & joined["num_rows"].eq(joined["num_reqs"])
@@ -233,7 +288,7 @@ def summarise_arms(
     lines: list[dict[str, Any]] = []
     for arm in arms:
         name, verdict = arm["arm"], arm["verdict"]
-        line = {key: arm[key] for key in _ARM_KEYS}
+        line = {key: arm[key] for key in _ARM_KEYS} | _flags(arm)
         line |= {"verdict": verdict["status"], "verdict_dtype": verdict["dtype"]}
         line |= {f"verdict_{key}": verdict[key] for key in ("num_compared", "num_equal", "note")}
         line |= _measure(_of_arm(requests, name), _of_arm(timings, name), baseline)
@@ -256,14 +311,15 @@ def summarise_categories(
         One line per arm and category of its prompts, with the measures of `summarise_arms`; the
         timings are NaN for a category whose prompts only ran in mixed groups.
     """
-    columns = ["arm", "k", "category", *_measure(requests.iloc[:0], timings.iloc[:0], timings)]
+    columns = ["arm", "k", "category", *_flags({})]
+    columns += _measure(requests.iloc[:0], timings.iloc[:0], timings)
     lines: list[dict[str, Any]] = []
     for arm in arms:
         own, own_timings = _of_arm(requests, arm["arm"]), _of_arm(timings, arm["arm"])
         baseline = _of_arm(timings, arms[0]["arm"])
         for category in own["label"].unique():
             line = {"arm": arm["arm"], "k": arm["k"], "category": category}
-            line |= _measure(
+            line |= _flags(arm) | _measure(
                 own.loc[own["label"] == category],
                 own_timings.loc[own_timings["category"] == category],
                 baseline.loc[baseline["category"] == category],
@@ -272,16 +328,67 @@ def summarise_categories(
     return pd.DataFrame(lines, columns=columns)
 
 
+def compare_arms(one: ArmTraces, other: ArmTraces) -> pd.DataFrame:
+    """Return how an arm differs from another.
+
+    Args:
+        one, other: arms of one run, or of two runs that asked the same prompts.
+
+    Returns:
+        A line for each `measure` ("accepted_length", "tokens_per_s", "speedup"): its value for
+        `one` and `other` over what both ran, their `change` ("difference" or "ratio") as `value`
+        with `low` and `high`, whether they differ (`differs`), and `num_units` (prompts or blocks
+        that were drawn).
+    """
+    lengths, speeds = paired_lengths(one, other), paired_speeds(one, other)
+    lines: list[dict[str, Any]] = []
+    for measure, change, sums, values in (
+        ("accepted_length", "difference", lengths, _two_lengths),
+        ("tokens_per_s", "ratio", speeds, _two_speeds),
+        ("speedup", "ratio", speeds, _two_speedups),
+    ):
+        combine = np.subtract if change == "difference" else ratio
+        result = Estimate(np.nan, np.nan, np.nan)
+        both = [np.nan, np.nan]
+        if len(sums):
+            result = estimate(sums, lambda s, f=values, g=combine: g(*f(s)))
+            both = [float(v[0]) for v in values(sums.sum(axis=0, keepdims=True))]
+        none = 0.0 if change == "difference" else 1.0
+        line: dict[str, Any] = {"measure": measure, "one": both[0], "other": both[1]}
+        line |= {"change": change, **result._asdict()}
+        line |= {"differs": result.low > none or result.high < none, "num_units": len(sums)}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _two_lengths(sums: Array) -> tuple[Array, Array]:
+    return ratio(sums[:, 0], sums[:, 1], 1.0), ratio(sums[:, 2], sums[:, 3], 1.0)
+
+
+def _two_speeds(sums: Array) -> tuple[Array, Array]:
+    return ratio(sums[:, 0], sums[:, 1]), ratio(sums[:, 4], sums[:, 5])
+
+
+def _two_speedups(sums: Array) -> tuple[Array, Array]:
+    one, other = _two_speeds(sums)
+    return ratio(one, ratio(sums[:, 2], sums[:, 3])), ratio(other, ratio(sums[:, 6], sums[:, 7]))
+
+
 _ARM_KEYS = ("arm", "drafter", "k", "verifier", "temperature", "lossless")
+
+
+def _flags(arm: Arm) -> dict[str, bool]:
+    """Return what a reader must know of an arm's prompts."""
+    return {"random_tokens": bool(arm.get("random_tokens", False))}
 
 
 def _measure(
     requests: pd.DataFrame, timings: pd.DataFrame, baseline: pd.DataFrame
 ) -> dict[str, Any]:
     """Return the measures that arms and categories share."""
-    rows = _verify_rows(requests)
+    rows = verify_rows(requests)
     return {
-        "num_prompts": _prompts(requests).nunique(),
+        "num_prompts": prompts_of(requests).nunique(),
         "num_verify_steps": len(rows),
         **_named("accepted_length", accepted_length(requests)),
         "num_drafted": int(_total(rows, "num_drafted")),
@@ -307,19 +414,6 @@ def _of_arm(frame: pd.DataFrame, arm: str) -> pd.DataFrame:
     return frame.loc[frame["arm"] == arm]
 
 
-def _verify_rows(requests: pd.DataFrame) -> pd.DataFrame:
-    return requests.loc[requests["is_verify"].astype(bool)]
-
-
-def _prompts(requests: pd.DataFrame) -> pd.Series:
-    """Return each row's prompt: the request id, without the turn that a conversation's ends in."""
-    names = list(requests["request_id"])
-    if "turn" in requests:
-        pairs = zip(names, requests["turn"], strict=True)
-        names = [str(name).removesuffix(f"/{turn}") for name, turn in pairs]
-    return pd.Series(names, index=requests.index, dtype=object)
-
-
 def _num_positions(rows: pd.DataFrame, arm: Arm) -> int:
     return max(int(arm["k"]), max(rows["num_drafted"], default=0))
 
@@ -327,23 +421,21 @@ def _num_positions(rows: pd.DataFrame, arm: Arm) -> int:
 def _prompt_ratio(
     requests: pd.DataFrame, numerator: str, denominator: str, empty: float = np.nan
 ) -> Estimate:
-    """Return a ratio of sums over verify rows; a prompt without any is a unit that adds nothing."""
-    counted = requests.assign(
-        num_rows=1, num_undrafted=_undrafted(requests), prompt=_prompts(requests)
-    )
-    counted.loc[~requests["is_verify"].astype(bool), [numerator, denominator]] = 0
-    sums = _sums(counted, "prompt", [numerator, denominator])
-    return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
+    """Return a ratio of sums over verify rows."""
+    columns = [numerator, denominator]
+    sums = sums_by(counted(requests, columns), "prompt", columns)
+    return _share(sums[:, 0], sums[:, 1], empty)
 
 
-def _undrafted(requests: pd.DataFrame) -> npt.NDArray[Any]:
-    """Return how many positions of each verify row held no valid draft."""
-    return np.asarray(requests["num_positions"] - 1 - requests["num_drafted"])
+def _share(numerator: Array, denominator: Array, empty: float = np.nan) -> Estimate:
+    """Return a ratio of sums over units.
 
-
-def _sums(frame: pd.DataFrame, unit: str, columns: list[str]) -> Array:
-    """Return [num_units, num_columns] float64: sums per unit, in the units' sorted order."""
-    return np.asarray(frame.groupby(unit)[columns].sum(), dtype=np.float64)
+    Where one unit alone has what is divided by, the resamples cannot differ: no interval is known.
+    """
+    sums = np.stack([numerator, denominator], axis=1)
+    result = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
+    is_alone = np.count_nonzero(denominator) == 1
+    return Estimate(result.value, np.nan, np.nan) if is_alone else result
 
 
 def _total(frame: pd.DataFrame, column: str) -> float:

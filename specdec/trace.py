@@ -34,6 +34,7 @@ STEP_COLUMNS = (
     "num_verified",  # drafts that each request's verification was planned for
     "num_drafted",  # drafts that the step was to propose for each request
 )
+OPTIONAL_COLUMNS: tuple[str, ...] = ()  # of both: younger than the format, a table may lack them
 
 
 class StepTrace:
