@@ -27,10 +27,10 @@ from specdec.metrics import (
     summarise_categories,
     time_split,
 )
-from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
+from specdec.trace import OPTIONAL_COLUMNS, REQUEST_COLUMNS, STEP_COLUMNS
 
 _TABLES = {
-    "requests.parquet": (*REQUEST_COLUMNS, "arm"),
+    "requests.parquet": (*(c for c in REQUEST_COLUMNS if c not in OPTIONAL_COLUMNS), "arm"),
     "steps.parquet": (*STEP_COLUMNS, "arm"),
     "timings.parquet": ("arm", "group", "category", "num_tokens", "wall_s"),
 }

@@ -39,7 +39,7 @@ from specdec.grammar_steps import GrammarSteps
 from specdec.host_drafts import HostDrafts, steps_in_flight
 from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
-from specdec.outcomes import Outcomes, trace_lines
+from specdec.outcomes import Outcomes, trace_outcomes
 from specdec.planning import Planner
 from specdec.protocols import ProcessorSetup
 from specdec.registry import build_config
@@ -386,11 +386,10 @@ class Engine:
         if self.draft_length.learns:
             self._learn_length(scheduled, outcomes, seconds)
         if self.trace is not None and flight.handle.timer is not None:
-            num_tokens = scheduled.num_tokens if places is None else scheduled.num_tokens[places]
-            lines = trace_lines(flight.step, num_tokens.tolist(), outcomes, increments)
-            for line in lines:
-                self.trace.add_request_step(line)
-            num_committed = sum(len(i.new_token_ids) for i in increments)
+            counts = num_sampled, num_judged
+            num_committed = trace_outcomes(
+                self.trace, flight.step, scheduled, places, requests, counts, increments
+            )
             lengths = scheduled.num_verified, scheduled.num_drafted
             line = step_line(flight.step, flight.handle, seconds, num_committed)
             self.trace.add_step((*line, *lengths))
