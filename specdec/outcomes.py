@@ -104,7 +104,9 @@ def trace_outcomes(
     num_kept, num_drafted = num_sampled, num_valid
     num_accepted = np.minimum(num_sampled - 1, num_valid)
     reasons: np.ndarray | int = 0
-    finish_reasons = [increment.finish_reason for increment in increments]
+    finish_reasons: list[FinishReason | None] = [
+        increment.finish_reason for increment in increments
+    ]
     if any(finish_reasons):  # a run is cut only where the text ends
         num_kept, num_drafted = num_kept.copy(), num_drafted.copy()
         reasons = np.zeros_like(num_kept)
