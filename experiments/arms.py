@@ -42,6 +42,7 @@ class ArmSpec:
     drafter: Plugin
     k: int
     draft_length: Plugin
+    phase_events: bool = False  # see `specdec.config.EngineConfig`
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Arm:
         return {
             "device": runner.device.type,
             "graph_scope": runner.config.graph_scope,
+            "phase_events": runner.config.phase_events,
             "launches": dict(runner.graphs.launches),
             "capture": dataclasses.asdict(runner.graphs.cost),
             "draft_length": self.engine.draft_length.report(),
@@ -163,27 +165,33 @@ def request_seed(config: RunConfig, name: str) -> int:
 def plan_arms(config: RunConfig) -> list[ArmSpec]:
     """Return the arms of a run, the autoregressive one first, each with a name of its own."""
     fixed = load_plugin("draft_length", "fixed", "draft_length")
-    chosen = [(load_plugin("drafter", "none", "drafter"), 0, fixed)]
-    wanted = [(config.drafter, config.num_speculative_tokens, config.draft_length)]
+    usual = bool(config.engine.phase_events)
+    chosen = [(load_plugin("drafter", "none", "drafter"), 0, fixed, usual)]
+    wanted = [(config.drafter, config.num_speculative_tokens, config.draft_length, usual)]
     for item in config.compare:
         k, length = item.num_speculative_tokens, item.draft_length or config.draft_length
-        wanted.append((item.drafter, config.num_speculative_tokens if k is None else k, length))
-    for drafter, k, length in wanted:
-        arm = (drafter, 0, fixed) if drafter.never_drafts else (drafter, k, length)
+        events = usual if item.phase_events is None else item.phase_events
+        k = config.num_speculative_tokens if k is None else k
+        wanted.append((item.drafter, k, length, events))
+    for drafter, k, length, events in wanted:
+        arm = (drafter, 0, fixed, events) if drafter.never_drafts else (drafter, k, length, events)
         if arm not in chosen:
             chosen.append(arm)
         elif not drafter.never_drafts:
             warn_once(logger, f"the arm {drafter.entry.name} K={k} is given twice; it runs once")
-    bases = [_base_name(*arm) for arm in chosen]
+    bases = [
+        _base_name(*arm[:3]) + ("" if arm[3] == usual else " events" if arm[3] else " no events")
+        for arm in chosen
+    ]
     used: Counter[str] = Counter()
     specs: list[ArmSpec] = []
-    for i, (drafter, k, length) in enumerate(chosen):
+    for i, (drafter, k, length, events) in enumerate(chosen):
         rivals = [chosen[j] for j in range(len(chosen)) if bases[j] == bases[i]]
         name = bases[i] + _difference(drafter, [rival[0] for rival in rivals])
         name += _difference(length, [rival[2] for rival in rivals])
         used[name] += 1
         unique = name if used[name] == 1 else f"{name} #{used[name]}"
-        specs.append(ArmSpec(unique, drafter, k, length))
+        specs.append(ArmSpec(unique, drafter, k, length, events))
     return specs
 
 
@@ -236,7 +244,7 @@ def build_engine(
         spec.drafter.spec,
         config.verifier.spec,
         spec.k,
-        config=config.engine,
+        config=dataclasses.replace(config.engine, phase_events=spec.phase_events),
         trace=trace,
         draft_length=spec.draft_length.spec,
     )

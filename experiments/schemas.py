@@ -132,11 +132,16 @@ class EqualityConfig:
 
 @dataclass
 class CompareConfig:
-    """One more arm: a drafter (name, or mapping with a key "name"), its K and its draft length."""
+    """One more arm: a drafter (name, or mapping with a key "name") and what it has of its own.
+
+    With `phase_events` it is a variant whose graphs tell the phases' times apart; beside an arm
+    that is alike but for this, it shows what that costs.
+    """
 
     drafter: Any = MISSING
     num_speculative_tokens: int | None = None  # None takes the run's
     draft_length: Any = None  # likewise
+    phase_events: bool | None = None  # None takes the engine's
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ class RunConfig:
     `EngineConfig`, and what `compare` names plug-ins too.
 
     Args:
-        compare: further arms, each a mapping with `drafter` and `num_speculative_tokens`.
+        compare: further arms, each a mapping with the fields of `CompareConfig`.
         num_speculative_tokens: drafts a step at most (K).
         seed: of prompts' noise and everything else that is drawn.
         batch_size: requests that run together; 1 = one at a time.
@@ -375,7 +380,10 @@ def _load_compare(item: Any, index: int) -> CompareConfig:
     draft_length = values.get("draft_length")
     if draft_length is not None:
         draft_length = load_plugin("draft_length", draft_length, f"{where}.draft_length")
-    return CompareConfig(drafter, num_drafts, draft_length)
+    events = values.get("phase_events")
+    if events is not None and not isinstance(events, bool):
+        raise ConfigError(f"{where}.phase_events={events!r} is not allowed; give true or false")
+    return CompareConfig(drafter, num_drafts, draft_length, events)
 
 
 def _as_mapping(given: Any, where: str) -> dict[str, Any]:

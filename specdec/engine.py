@@ -140,7 +140,8 @@ class Engine:
             )
         on_gpu = model.device.type == "cuda"
         max_num_reqs = config.max_num_reqs or (1024 if on_gpu else 64)
-        self.max_steps_in_flight = steps_in_flight(self.drafter, config, 2 if on_gpu else 1)
+        ahead = on_gpu and not config.phase_events
+        self.max_steps_in_flight = steps_in_flight(self.drafter, config, 2 if ahead else 1)
         self.graph_scope: str = config.graph_scope
         if self.graph_scope == "auto":
             self.graph_scope = "step" if on_gpu else "none"
@@ -201,6 +202,7 @@ class Engine:
             graph_num_reqs=config.graph_num_reqs,
             max_steps_in_flight=self.max_steps_in_flight,
             token_table=config.token_table,
+            phase_events=config.phase_events,
             draft_choices=self.draft_length.choices,
             confidence_threshold=self.draft_length.confidence_threshold,
         )
