@@ -5,8 +5,10 @@ Run on a GPU machine with `pytest -m gpu`.
 
 import copy
 import math
+from collections.abc import Sequence
 
 import pytest
+import torch
 
 from runner.loader import LoadedTarget
 from runner.models.hf import HFModel
@@ -30,12 +32,16 @@ class ListTrace(StepTrace):
         super().__init__()
         self.lines: list[dict[str, float]] = []
 
-    def add_step(self, values: tuple[float, ...]) -> None:
+    def add_step(self, values: Sequence[float]) -> None:
         self.lines.append(dict(zip(STEP_COLUMNS, values, strict=True)))
 
 
+def cuda_target(model: torch.nn.Module) -> LoadedTarget:
+    return LoadedTarget("tiny", HFModel(copy.deepcopy(model).cuda()), None)
+
+
 def test_captured_events_split_the_launch_and_change_no_text() -> None:
-    target = LoadedTarget("tiny", HFModel(copy.deepcopy(tiny_model("llama")).cuda()), None)
+    target = cuda_target(tiny_model("llama"))
     found = {}
     for events in (False, True):
         trace = ListTrace()
