@@ -46,7 +46,7 @@ from runner.loader import LoadedTarget, load_target, resolve_device, resolve_dty
 from specdec.errors import CapacityError
 from specdec.latencies import summarise_latencies
 from specdec.log import progress, setup_logging
-from specdec.tracker import Tracker, make_tracker
+from specdec.tracker import Tracker, hide_secrets, make_tracker, without_secrets
 from specdec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ def execute(config: RunConfig, path: Path, command: str, resolved: Mapping[str, 
         SpecdecError: a question file, device, target or disk that cannot be used.
     """
     started = time.monotonic()
+    # Both go into files that a tracker may send away.
+    resolved, command = without_secrets(resolved), hide_secrets(command)
     device = resolve_device(config.engine.device)
     dtype = resolve_dtype(config.engine.dtype, device)
     questions = choose_questions(config.prompts)
@@ -100,7 +102,7 @@ def execute(config: RunConfig, path: Path, command: str, resolved: Mapping[str, 
     paces = plan_paces(config.workload, len(questions), config.batch_size, seed)
     specs = plan_arms(config)
     folder = RunFolder(path)
-    folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(resolved))))
+    folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
     provenance = collect_provenance(command, seed, device, dtype)
     folder.write_json("provenance.json", provenance)
     run_name = f"{Path(config.target.name).name}, {specs[-1].name}"
