@@ -274,7 +274,7 @@ def _report(run: _Run) -> RunResult:
 
 def _latency_table(latencies: pd.DataFrame, workload: str) -> Table:
     """Return what users waited for, arm by arm, in milliseconds."""
-    flag = ", random-token prompts" if latencies["random_tokens"].any() else ""
+    flag = ", random-token prompts" if True in list(latencies["random_tokens"]) else ""
     title = f"latency from arrival ({workload}{flag}), ms: median / 99th percentile"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for header in ("arm", "requests", "first token", "per output token", "whole answer"):

@@ -50,7 +50,7 @@ def latency_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     further = frame["num_tokens"] - 1
     decode_s = (frame["e2e_s"] - frame["ttft_s"]).astype(np.float64)
     frame["tpot_s"] = decode_s / further.astype(np.float64).where(further > 0)
-    return frame[list(LATENCY_COLUMNS)]
+    return pd.DataFrame(frame, columns=list(LATENCY_COLUMNS))
 
 
 def summarise_latencies(latencies: pd.DataFrame, arms: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

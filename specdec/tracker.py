@@ -296,12 +296,10 @@ class WandbTracker:
             if not self._warned:
                 self._warned = True
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
-                kept = ""
+                text = f"tracker wandb cannot {action} ({reason}); the run goes on"
                 if self._run is not None:
-                    kept = f"; `wandb sync {self._run.settings.sync_dir}` sends what was logged"
-                logger.warning(
-                    "tracker wandb cannot %s (%s); the run goes on%s", action, reason, kept
-                )
+                    text += f"; `wandb sync {self._run.settings.sync_dir}` sends what was logged"
+                logger.warning(text)
 
 
 def make_tracker(

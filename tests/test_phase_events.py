@@ -5,16 +5,23 @@ record events. tests/test_gpu_phase_events.py has the events.
 """
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 
+from experiments.cli import CONF_DIR, VERSION_BASE
+from experiments.schemas import load_config, register_schemas
 from runner.loader import LoadedTarget
 from runner.step_timer import PHASES, StepTimer
 from specdec import LLM, Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.trace import StepTrace
 from tests.models import random_prompts, tiny_model, tiny_target
+from tests.run_cases import run_tiny, save_tiny_target
 
 K = 3
 PROMPTS = random_prompts((5, 17, 9))
@@ -89,6 +96,35 @@ def test_a_timer_in_a_graph_starts_empty() -> None:
     timer.end("inputs, target, verify")
     assert timer.total_ms() >= 0
     assert all(ms != ms for ms in timer.phases_ms().values())  # NaN
+
+
+def test_an_arm_with_events_stands_beside_the_one_without(tmp_path: Path) -> None:
+    tiny = save_tiny_target(tmp_path / "tiny")
+    folder = run_tiny(
+        tiny,
+        tmp_path,
+        "engine.graph_scope=step",
+        "compare=[{drafter: ngram, phase_events: true}]",
+        "equality.max_tokens=4",
+    ).folder
+    entries = json.loads((folder / "arms.json").read_text())
+    flags = {entry["arm"]: entry["phase_events"] for entry in entries}
+    assert flags == {"none": False, "ngram K=4": False, "ngram K=4 events": True}
+    requests: Any = pd.read_parquet(folder / "requests.parquet")
+    prompts = requests.loc[~requests["is_verify"], ["arm", "step"]].apply(tuple, axis=1)
+    steps: Any = pd.read_parquet(folder / "steps.parquet")
+    launches = steps[~steps[["arm", "step"]].apply(tuple, axis=1).isin(set(prompts))]
+    assert set(launches.loc[launches["target_ms"].notna(), "arm"]) == {"ngram K=4 events"}
+    accepted = requests.groupby("arm")["num_accepted"].sum()
+    assert accepted["ngram K=4 events"] == accepted["ngram K=4"]
+
+
+def test_a_wrong_flag_is_refused() -> None:
+    register_schemas()
+    with initialize_config_dir(str(CONF_DIR), version_base=VERSION_BASE):
+        cfg = compose("run", overrides=["compare=[{drafter: ngram, phase_events: 2}]"])
+    with pytest.raises(ConfigError, match=r"compare\[0\]\.phase_events=2 .* true or false"):
+        load_config(cfg)
 
 
 def test_steps_in_flight_are_refused_or_brought_down(target: LoadedTarget) -> None:

@@ -298,6 +298,18 @@ def test_many_rows_are_kept_in_order_and_survive_the_disk(tmp_path: Path) -> Non
     assert steps["step_ms"].dtype == np.float64
 
 
+def test_a_batch_that_goes_on_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[Any] = []
+    key = StepTrace._key
+    monkeypatch.setattr(StepTrace, "_key", lambda *given: looked_up.append(1) or key(*given))
+    engine = make_engine([], "step")
+    for i in range(4):
+        engine.add_request(str(i), [3, 4, 5], greedy(30))
+    rows = run(engine)
+    assert len(rows) == 4 * 30
+    assert len(looked_up) <= 3 * 4  # the prompts' step, the first that verifies, the last
+
+
 def test_an_empty_trace_has_its_columns() -> None:
     trace = StepTrace()
     assert tuple(trace.requests().columns) == REQUEST_COLUMNS

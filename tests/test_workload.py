@@ -204,7 +204,10 @@ def test_a_run_with_arrivals_gives_every_arm_the_same_ones(
     monkeypatch.setattr(experiments.run, "play", watched)
     options = ["workload=poisson", "workload.rate_per_s=40", "equality.enabled=false"]
     tiny = save_tiny_target(tmp_path / "tiny")
-    folder = run_tiny(tiny, tmp_path, *options, "batch_size=2", "seed=3").folder
+    result = run_tiny(tiny, tmp_path, *options, "batch_size=2", "seed=3")
+    folder = result.folder
+    assert "latency from arrival (poisson)" in str(result.tables[-1].title)
+    assert result.tables[-1].row_count == 2
     assert len(paces) == 2
     assert paces[0] == paces[1]
     assert paces[0].most_running == 2
