@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import logging
+import math
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.context import ladder
 from experiments.prompts import (
     Question,
     builtin_questions,
@@ -20,6 +22,7 @@ from experiments.prompts import (
     select_questions,
 )
 from experiments.schemas import Plugin, PromptsConfig, RunConfig, load_plugin
+from experiments.workload import Latency, Pace
 from runner.loader import LoadedTarget
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError
@@ -42,6 +45,7 @@ class ArmSpec:
     drafter: Plugin
     k: int
     draft_length: Plugin
+    phase_events: bool = False  # see `specdec.config.EngineConfig`
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Played:
     turns: list[Turn] = field(default_factory=list)
     num_skipped: int = 0  # turns that did not fit, and the later turns of their questions
     wall_s: float = 0.0
+    latencies: list[Latency] = field(default_factory=list)  # one a turn
 
 
 @dataclass
@@ -82,6 +87,7 @@ class Arm:
     trace: StepTrace
     turns: list[Turn] = field(default_factory=list)
     timings: list[dict[str, Any]] = field(default_factory=list)
+    latencies: list[dict[str, Any]] = field(default_factory=list)
     num_skipped: int = 0
 
     @property
@@ -100,6 +106,7 @@ class Arm:
         return {
             "device": runner.device.type,
             "graph_scope": runner.config.graph_scope,
+            "phase_events": runner.config.phase_events,
             "launches": dict(runner.graphs.launches),
             "capture": dataclasses.asdict(runner.graphs.cost),
             "draft_length": self.engine.draft_length.report(),
@@ -123,12 +130,12 @@ class Arm:
         self.num_skipped += played.num_skipped
         if not played.turns:
             return
+        arm = {"arm": self.spec.name, "k": self.spec.k, "group": group}
+        self.latencies += [arm | vars(latency) for latency in played.latencies]
         categories = {turn.category for turn in played.turns}
         self.timings.append(
             {
-                "arm": self.spec.name,
-                "k": self.spec.k,
-                "group": group,
+                **arm,
                 "category": categories.pop() if len(categories) == 1 else "mixed",
                 "num_prompts": len({turn.question_id for turn in played.turns}),
                 "num_tokens": sum(len(turn.token_ids) for turn in played.turns),
@@ -163,27 +170,33 @@ def request_seed(config: RunConfig, name: str) -> int:
 def plan_arms(config: RunConfig) -> list[ArmSpec]:
     """Return the arms of a run, the autoregressive one first, each with a name of its own."""
     fixed = load_plugin("draft_length", "fixed", "draft_length")
-    chosen = [(load_plugin("drafter", "none", "drafter"), 0, fixed)]
-    wanted = [(config.drafter, config.num_speculative_tokens, config.draft_length)]
+    usual = bool(config.engine.phase_events)
+    chosen = [(load_plugin("drafter", "none", "drafter"), 0, fixed, usual)]
+    wanted = [(config.drafter, config.num_speculative_tokens, config.draft_length, usual)]
     for item in config.compare:
         k, length = item.num_speculative_tokens, item.draft_length or config.draft_length
-        wanted.append((item.drafter, config.num_speculative_tokens if k is None else k, length))
-    for drafter, k, length in wanted:
-        arm = (drafter, 0, fixed) if drafter.never_drafts else (drafter, k, length)
+        events = usual if item.phase_events is None else item.phase_events
+        k = config.num_speculative_tokens if k is None else k
+        wanted.append((item.drafter, k, length, events))
+    for drafter, k, length, events in wanted:
+        arm = (drafter, 0, fixed, events) if drafter.never_drafts else (drafter, k, length, events)
         if arm not in chosen:
             chosen.append(arm)
         elif not drafter.never_drafts:
             warn_once(logger, f"the arm {drafter.entry.name} K={k} is given twice; it runs once")
-    bases = [_base_name(*arm) for arm in chosen]
+    bases = [
+        _base_name(*arm[:3]) + ("" if arm[3] == usual else " events" if arm[3] else " no events")
+        for arm in chosen
+    ]
     used: Counter[str] = Counter()
     specs: list[ArmSpec] = []
-    for i, (drafter, k, length) in enumerate(chosen):
+    for i, (drafter, k, length, events) in enumerate(chosen):
         rivals = [chosen[j] for j in range(len(chosen)) if bases[j] == bases[i]]
         name = bases[i] + _difference(drafter, [rival[0] for rival in rivals])
         name += _difference(length, [rival[2] for rival in rivals])
         used[name] += 1
         unique = name if used[name] == 1 else f"{name} #{used[name]}"
-        specs.append(ArmSpec(unique, drafter, k, length))
+        specs.append(ArmSpec(unique, drafter, k, length, events))
     return specs
 
 
@@ -224,6 +237,8 @@ def choose_questions(config: PromptsConfig) -> list[Question]:
                 "and once as a text; give every question an id of its own"
             )
         seen.add(str(question.question_id))
+    if config.context_lengths:
+        return ladder(chosen, config.context_lengths, config.random_tokens)
     return chosen
 
 
@@ -236,7 +251,7 @@ def build_engine(
         spec.drafter.spec,
         config.verifier.spec,
         spec.k,
-        config=config.engine,
+        config=dataclasses.replace(config.engine, phase_events=spec.phase_events),
         trace=trace,
         draft_length=spec.draft_length.spec,
     )
@@ -268,7 +283,7 @@ def groups_of(questions: Sequence[Question], batch_size: int) -> list[list[Quest
     return [list(questions[i : i + batch_size]) for i in range(0, len(questions), batch_size)]
 
 
-def encode(engine: Engine, messages: Sequence[dict[str, str]]) -> list[int]:
+def encode(engine: Engine | LoadedTarget, messages: Sequence[dict[str, str]]) -> list[int]:
     """Return a conversation's tokens, ready for the next answer."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "a loaded target brings its tokenizer"
@@ -287,6 +302,8 @@ class _Conversation:
         self.question = question
         self.messages: list[dict[str, str]] = []
         self.turn = 0
+        # Of the turn, in seconds after the start: its arrival, its admission, its first token.
+        self.arrival_s = self.admitted_s = self.first_s = 0.0
 
     def ask(self) -> list[dict[str, str]] | None:
         """Move to the next turn and return the conversation up to it; None after the last."""
@@ -311,13 +328,30 @@ class _Conversation:
             stats=output.stats,
         )
 
+    def latency(self, turn: Turn, now_s: float) -> Latency:
+        """Return what the user waited for a turn whose last token has just come."""
+        return Latency(
+            request_id=turn.request_id,
+            turn=turn.turn,
+            category=turn.category,
+            arrival_s=self.arrival_s,
+            queue_s=self.admitted_s - self.arrival_s,
+            ttft_s=self.first_s - self.arrival_s,
+            e2e_s=now_s - self.arrival_s,
+            num_prompt_tokens=len(turn.prompt_token_ids),
+            num_tokens=len(turn.token_ids),
+            finish_reason=turn.finish_reason or "",
+            random_tokens=self.question.random_tokens,
+        )
+
 
 def play(
     engine: Engine,
     questions: Iterable[Question],
     make_params: Callable[[str], SamplingParams],
+    pace: Pace | None = None,
 ) -> Played:
-    """Run questions together to their ends, each turn as soon as the one before is answered.
+    """Run questions to their ends, each turn as soon as the one before is answered.
 
     A turn that does not fit is told and skipped, with the later turns of its question.
 
@@ -325,25 +359,26 @@ def play(
         engine: idle.
         questions: their ids, as texts, differ.
         make_params: gives a request's sampling parameters from its name.
+        pace: when each question arrives, and how many run together; None starts all at once.
     """
     played = Played()
     running: dict[str, _Conversation] = {}
+    silent: set[str] = set()  # of them, those without a token
+    conversations = [_Conversation(question) for question in questions]
+    arrivals = [0.0] * len(conversations) if pace is None else pace.arrivals
+    waiting = deque(zip(arrivals, conversations, strict=True))
+    limit = len(conversations) if pace is None else pace.most_running
     started = time.perf_counter()
 
-    def advance(conversation: _Conversation) -> None:
+    def advance(conversation: _Conversation, arrival_s: float) -> None:
         messages = conversation.ask()
         if messages is None:
             return
         question = conversation.question
         name = request_id(str(question.question_id), conversation.turn)
+        conversation.arrival_s, conversation.first_s = arrival_s, math.nan
         try:
-            token_ids = encode(engine, messages)
-            limit = engine.config.max_model_len - 1
-            if len(token_ids) > limit:
-                raise CapacityError(
-                    f"{len(token_ids)} tokens, at most {limit} fit with "
-                    f"max_model_len={engine.config.max_model_len}"
-                )
+            token_ids = _prompt(engine, question, messages)
             engine.add_request(name, token_ids, make_params(name), question.category)
         except CapacityError as error:
             played.num_skipped += len(question.turns) - conversation.turn + 1
@@ -352,18 +387,52 @@ def play(
                 f"question {question.question_id!r} turn {conversation.turn} is skipped: {error}",
             )
             return
+        conversation.admitted_s = time.perf_counter() - started
         running[name] = conversation
+        silent.add(name)
 
-    for question in questions:
-        advance(_Conversation(question))
-    while engine.has_requests:
-        for increment in engine.step():
+    while waiting or engine.has_requests:
+        now_s = time.perf_counter() - started
+        while waiting and waiting[0][0] <= now_s and len(running) < limit:
+            arrival_s, conversation = waiting.popleft()
+            advance(conversation, arrival_s)
+        if not engine.has_requests:
+            if waiting:
+                time.sleep(max(0.0, waiting[0][0] - now_s))
+            continue
+        increments = engine.step()
+        now_s = time.perf_counter() - started
+        for increment in increments:
+            name = increment.request_id
+            if silent and name in silent and increment.new_token_ids:
+                silent.remove(name)
+                running[name].first_s = now_s
             if increment.output is not None:
-                conversation = running.pop(increment.request_id)
-                played.turns.append(conversation.answer(increment.output))
-                advance(conversation)
+                silent.discard(name)
+                conversation = running.pop(name)
+                turn = conversation.answer(increment.output)
+                played.turns.append(turn)
+                played.latencies.append(conversation.latency(turn, now_s))
+                advance(conversation, now_s)
     played.wall_s = time.perf_counter() - started
     return played
+
+
+def _prompt(engine: Engine, question: Question, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Return the tokens of a conversation up to its next answer.
+
+    Raises:
+        CapacityError: they do not fit.
+    """
+    token_ids = question.token_ids
+    token_ids = encode(engine, messages) if token_ids is None else list(token_ids)
+    limit = engine.config.max_model_len - 1
+    if len(token_ids) > limit:
+        raise CapacityError(
+            f"{len(token_ids)} tokens, at most {limit} fit with "
+            f"max_model_len={engine.config.max_model_len}"
+        )
+    return token_ids
 
 
 def turn_line(arm: ArmSpec, turn: Turn) -> str:

@@ -43,6 +43,7 @@ from experiments.bench_tables import (
     sampler_tables,
     step_tables,
 )
+from experiments.bench_trace import TraceBenchConfig, run_trace_bench
 from experiments.cli import SCHEMA_SUFFIX, hydra_app, unknown_name
 from experiments.prompts import Question, builtin_questions, load_questions, select_questions
 from experiments.provenance import collect_provenance, shown_command, shown_path
@@ -184,6 +185,9 @@ BENCHES = {
     "attention": Bench(AttentionBenchConfig, _attention, attention_tables),
     "sampler": Bench(SamplerBenchConfig, _sampler, sampler_tables),
     "host": Bench(HostBenchConfig, _host, line_tables),
+    "trace": Bench(
+        TraceBenchConfig, lambda config, *_: {"lines": run_trace_bench(config)}, line_tables
+    ),
     "step": Bench(StepBenchConfig, lambda config, *_: run_step_bench(config), step_tables),
 }
 

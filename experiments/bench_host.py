@@ -49,7 +49,8 @@ class _CannedHandle:
     plan: StepPlan
     output: Any
     generations: np.ndarray
-    timer: None = None
+    timer: Any = None
+    num_computed_tokens: int = 0
 
 
 class StubRunner:

@@ -18,6 +18,11 @@ class Question:
     question_id: int | str
     category: str
     turns: tuple[str, ...]
+    # Of a prompt made to a length, see `experiments.context`.
+    context_len: int | None = None  # tokens of the target
+    random_tokens: bool = False
+    filler: str = ""  # text that goes in front of the question
+    token_ids: tuple[int, ...] | None = None  # the whole prompt, once a tokenizer is there
 
 
 def load_questions(path: Path | str) -> list[Question]:
@@ -37,8 +42,7 @@ def load_questions(path: Path | str) -> list[Question]:
     path = Path(path)
     questions: list[Question] = []
     line_of_id: dict[int | str, int] = {}
-    # Split at "\n" alone: str.splitlines would also cut at U+2028, which may stand inside a turn.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, "a .jsonl question file"), start=1):
         if not line.strip():
             continue
         question = _parse_line(line, where=f"{path} line {number}", default_category=path.stem)
@@ -105,25 +109,30 @@ def select_questions(
     return chosen[:limit]
 
 
-def _read_text(path: Path) -> str:
-    """Read a UTF-8 file, with or without a byte-order mark.
+def read_text(path: Path, what: str) -> list[str]:
+    """Return the lines of a UTF-8 file, with or without a byte-order mark.
+
+    Args:
+        path: the file.
+        what: it should be, for messages.
 
     Raises:
         ConfigError: the path is missing, a folder, unreadable or not UTF-8.
     """
     if not path.exists():
-        raise ConfigError(f"{path}: no such file; give the path of a .jsonl question file")
+        raise ConfigError(f"{path}: no such file; give the path of {what}")
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give the path of one .jsonl question file")
+        raise ConfigError(f"{path} is a folder; give the path of {what}")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        # At "\n" alone: str.splitlines would also cut at U+2028, which may stand inside a turn.
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path}: byte {error.start} is not UTF-8; save the question file as UTF-8 text"
+            f"{path}: byte {error.start} is not UTF-8; save it as UTF-8 text"
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); give a readable .jsonl question file"
+            f"{path} cannot be read ({error.strerror}); give the path of {what}"
         ) from error
 
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -26,22 +28,25 @@ from experiments.arms import (
     ArmSpec,
     build_arm,
     choose_questions,
-    groups_of,
+    encode,
     plan_arms,
     play,
     request_seed,
     turn_line,
 )
 from experiments.cli import hydra_app
+from experiments.context import fit_context
 from experiments.equality import Verdict, first_verdict, try_equality
 from experiments.prompts import Question
 from experiments.provenance import collect_provenance
 from experiments.run_folder import RunFolder
 from experiments.schemas import RunConfig, load_config, register_schemas
+from experiments.workload import Pace, cut_groups, plan_paces
 from runner.loader import LoadedTarget, load_target, resolve_device, resolve_dtype
 from specdec.errors import CapacityError
+from specdec.latencies import summarise_latencies
 from specdec.log import progress, setup_logging
-from specdec.tracker import Tracker, make_tracker
+from specdec.tracker import Tracker, hide_secrets, make_tracker, without_secrets
 from specdec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -68,6 +73,7 @@ class _Run:
     tracker: Tracker
     specs: list[ArmSpec]
     questions: list[Question]
+    paces: list[Pace]
 
     def params(self, name: str) -> SamplingParams:
         """Return the sampling parameters of a request."""
@@ -87,19 +93,23 @@ def execute(config: RunConfig, path: Path, command: str, resolved: Mapping[str, 
         SpecdecError: a question file, device, target or disk that cannot be used.
     """
     started = time.monotonic()
+    # Both go into files that a tracker may send away.
+    resolved, command = without_secrets(resolved), hide_secrets(command)
     device = resolve_device(config.engine.device)
     dtype = resolve_dtype(config.engine.dtype, device)
     questions = choose_questions(config.prompts)
+    seed = config.seed
+    paces = plan_paces(config.workload, len(questions), config.batch_size, seed)
     specs = plan_arms(config)
     folder = RunFolder(path)
-    folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(resolved))))
-    provenance = collect_provenance(command, config.seed, device, dtype)
+    folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    provenance = collect_provenance(command, seed, device, dtype)
     folder.write_json("provenance.json", provenance)
     run_name = f"{Path(config.target.name).name}, {specs[-1].name}"
     tracker = make_tracker(config.tracker, resolved, path, run_name)
     failed = True
     try:
-        run = _Run(config, folder, tracker, specs, questions)
+        run = _Run(config, folder, tracker, specs, questions, paces)
         _measure(run, dtype, device)
         provenance["duration_s"] = round(time.monotonic() - started, 1)
         folder.write_json("provenance.json", provenance)
@@ -116,6 +126,7 @@ def _measure(run: _Run, dtype: torch.dtype, device: torch.device) -> None:
     judged = [(spec, *first_verdict(spec, run.config, dtype_name)) for spec in run.specs]
     verdicts = {spec.name: verdict for spec, verdict, _ in judged}
     target: LoadedTarget | None = load_target(run.config.target.name, dtype, device)
+    run.questions = _with_lengths(run.questions, target)
     entries = _time_arms(run, target, verdicts)
     to_compare = [spec for spec, _, needs_texts in judged if needs_texts]
     if to_compare:
@@ -128,6 +139,15 @@ def _measure(run: _Run, dtype: torch.dtype, device: torch.device) -> None:
         run.folder.write_text("texts_compared.jsonl", "".join(f"{line}\n" for line in lines))
 
 
+def _with_lengths(questions: list[Question], target: LoadedTarget) -> list[Question]:
+    """Make the prompts that are to have a given length, so that no arm's time holds that."""
+
+    def encode_message(text: str) -> list[int]:
+        return encode(target, [{"role": "user", "content": text}])
+
+    return fit_context(questions, encode_message, target.tokenizer, target.model.vocab_size)
+
+
 def _time_arms(
     run: _Run, target: LoadedTarget, verdicts: Mapping[str, Verdict]
 ) -> list[dict[str, Any]]:
@@ -137,15 +157,15 @@ def _time_arms(
     """
     arms = [build_arm(spec, run.config, target) for spec in run.specs]
     run.folder.write_json("arms.json", _with_verdicts(_entries(run, arms), verdicts))
-    groups = groups_of(run.questions, run.config.batch_size)
+    groups = cut_groups(run.questions, run.paces)
     logger.info("timing %d arms on %d questions", len(arms), len(run.questions))
     try:
         with progress("timing", total=len(groups) * len(arms)) as bar:
-            for index, group in enumerate(groups):
+            for index, (group, pace) in enumerate(zip(groups, run.paces, strict=True)):
                 # Rotated, so that no arm always runs first on a cool machine or with cold caches.
                 first = index % len(arms)
                 for arm in arms[first:] + arms[:first]:
-                    arm.add(play(arm.engine, group, run.params), index)
+                    arm.add(play(arm.engine, group, run.params, pace), index)
                     bar.advance(
                         f"{arm.spec.name}: {arm.tokens_per_s:.1f} tokens/s, "
                         f"accepted length {arm.accepted_length:.2f}"
@@ -188,6 +208,9 @@ def _entries(run: _Run, arms: Sequence[Arm]) -> list[dict[str, Any]]:
             "verifier": verifier.entry.name,
             "temperature": run.config.sampling.temperature,
             "lossless": bool(verifier.entry.cls(verifier.config).lossless),
+            "workload": dataclasses.asdict(run.config.workload),
+            "context_lengths": list(run.config.prompts.context_lengths),
+            "random_tokens": run.config.prompts.random_tokens,
             "kv_bytes": arm.kv_bytes,
             "num_skipped": arm.num_skipped,
             **arm.launching,
@@ -233,11 +256,36 @@ def _report(run: _Run) -> RunResult:
     for row in idle.to_dict("records"):
         for name in ("padding_share", "idle_share"):
             metrics[f"positions/{name}/{row['arm']}"] = row[name]
+    latencies = summarise_latencies(pd.read_parquet(path / "latencies.parquet"), traces.arms)
+    run.folder.write_text("latencies.csv", latencies.to_csv(index=False))
+    for row in latencies.to_dict("records"):
+        for name in ("ttft_s", "tpot_s", "e2e_s"):
+            metrics[f"latency/{name}_p50/{row['arm']}"] = row[f"{name}_p50"]
+            metrics[f"latency/{name}_p99/{row['arm']}"] = row[f"{name}_p99"]
     known = {name: value for name, value in metrics.items() if math.isfinite(value)}
     run.tracker.log(known, step=len(run.questions))
     run.tracker.log_table("arms", summary.to_dict("records"))  # pyright: ignore[reportArgumentType]
     run.tracker.log_artifact_folder(path, f"run-{path.name}")
-    return RunResult(path, report, render_table(summary, categories), run.tracker.location)
+    tables = render_table(summary, categories)
+    if run.config.workload.name != "groups":
+        tables.append(_latency_table(latencies, run.config.workload.name))
+    return RunResult(path, report, tables, run.tracker.location)
+
+
+def _latency_table(latencies: pd.DataFrame, workload: str) -> Table:
+    """Return what users waited for, arm by arm, in milliseconds."""
+    flag = ", random-token prompts" if True in list(latencies["random_tokens"]) else ""
+    title = f"latency from arrival ({workload}{flag}), ms: median / 99th percentile"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for header in ("arm", "requests", "first token", "per output token", "whole answer"):
+        table.add_column(header, justify="left" if header == "arm" else "right")
+    for row in latencies.to_dict("records"):
+        cells = (
+            f"{row[f'{name}_p50'] * 1e3:.1f} / {row[f'{name}_p99'] * 1e3:.1f}"
+            for name in ("ttft_s", "tpot_s", "e2e_s")
+        )
+        table.add_row(row["arm"], str(row["num_requests"]), *cells)
+    return table
 
 
 def show(result: RunResult) -> None:

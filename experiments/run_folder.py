@@ -12,6 +12,7 @@ import pandas as pd
 
 from experiments.arms import Arm, turn_line
 from specdec.errors import CapacityError
+from specdec.latencies import latency_frame
 
 _FLUSH_EVERY_S = 3.0
 _FLUSH_SHARE = 0.05  # of a long run's time at most: whole files are written each time
@@ -59,6 +60,8 @@ class RunFolder:
         started = time.monotonic()
         self.write_frame("requests.parquet", _join([arm.requests() for arm in arms]))
         self.write_frame("steps.parquet", _join([arm.steps() for arm in arms]))
+        latencies = [latency for arm in arms for latency in arm.latencies]
+        self.write_frame("latencies.parquet", latency_frame(latencies))
         timings = [timing for arm in arms for timing in arm.timings]
         self.write_frame("timings.parquet", pd.DataFrame(timings))
         lines = [turn_line(arm.spec, turn) for arm in arms for turn in arm.turns]

@@ -21,6 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.cli import SCHEMA_SUFFIX, explain, type_words, unknown_name
+from experiments.workload import ArrivalTraceConfig, PoissonConfig, WorkloadConfig
 from specdec.checks import check_host_drafter
 from specdec.config import EngineConfig
 from specdec.draft_length.registered import make_draft_length
@@ -97,17 +98,31 @@ class PromptsConfig:
         per_category: questions of each category at most; None takes all.
         limit: questions altogether at most; None takes all.
         categories: the categories to keep; None keeps all.
+        context_lengths: ask the first turn of each of these in prompts of exactly so many tokens
+            of the target, behind other text of the file; empty leaves prompts as they are.
+        random_tokens: fill those prompts with random tokens instead; tables flag it.
     """
 
     path: str | None = MISSING  # no default: a YAML "???" cannot take one back
     per_category: int | None = None
     limit: int | None = None
     categories: list[str] | None = None
+    context_lengths: list[int] = field(default_factory=list)
+    random_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Check the counts."""
         _check_at_least("prompts.per_category", self.per_category, 1)
         _check_at_least("prompts.limit", self.limit, 1)
+        lengths = self.context_lengths
+        if min(lengths, default=1) < 1 or len(set(lengths)) < len(lengths):
+            raise ConfigError(
+                f"prompts.context_lengths={lengths} is not allowed; give unlike integers >= 1"
+            )
+        if self.random_tokens and not lengths:
+            raise ConfigError(
+                "prompts.random_tokens=true needs prompts.context_lengths, for instance [512]"
+            )
 
 
 @dataclass
@@ -132,11 +147,16 @@ class EqualityConfig:
 
 @dataclass
 class CompareConfig:
-    """One more arm: a drafter (name, or mapping with a key "name"), its K and its draft length."""
+    """One more arm: a drafter (name, or mapping with a key "name") and what it has of its own.
+
+    With `phase_events` it is a variant whose graphs tell the phases' times apart; beside an arm
+    that is alike but for this, it shows what that costs.
+    """
 
     drafter: Any = MISSING
     num_speculative_tokens: int | None = None  # None takes the run's
     draft_length: Any = None  # likewise
+    phase_events: bool | None = None  # None takes the engine's
 
 
 @dataclass(frozen=True)
@@ -166,10 +186,10 @@ class RunConfig:
     `EngineConfig`, and what `compare` names plug-ins too.
 
     Args:
-        compare: further arms, each a mapping with `drafter` and `num_speculative_tokens`.
+        compare: further arms, each a mapping with the fields of `CompareConfig`.
         num_speculative_tokens: drafts a step at most (K).
         seed: of prompts' noise and everything else that is drawn.
-        batch_size: requests that run together; 1 = one at a time.
+        batch_size: requests that run together at most; 1 = one at a time.
         warmup_tokens: tokens of the untimed generation before an arm is timed; 0 leaves it out.
     """
 
@@ -180,6 +200,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompts: PromptsConfig = MISSING
     engine: Any = MISSING
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     equality: EqualityConfig = field(default_factory=EqualityConfig)
     compare: list[Any] = field(default_factory=list)
@@ -211,6 +232,9 @@ def register_schemas() -> None:
         ("sampling", "sampling", SamplingConfig),
         ("prompts", "prompts", PromptsConfig),
         ("engine", "engine", fillable(EngineConfig)),
+        ("workload", "workload_groups", WorkloadConfig),
+        ("workload", "workload_poisson", PoissonConfig),
+        ("workload", "workload_trace", ArrivalTraceConfig),
         ("tracker", "none", TrackerConfig),
         ("tracker", "csv", CsvConfig),
         ("tracker", "wandb", WandbConfig),
@@ -320,6 +344,12 @@ def _load_engine(config: RunConfig) -> EngineConfig:
     values = _as_mapping(config.engine, "engine")
     check_known(values, [f.name for f in dataclasses.fields(EngineConfig)], "engine.")
     engine = EngineConfig(**values)
+    longest = max(config.prompts.context_lengths, default=0)
+    if longest >= engine.max_model_len:
+        raise ConfigError(
+            f"prompts.context_lengths holds {longest}, which leaves no room for an answer with "
+            f"engine.max_model_len={engine.max_model_len}; raise it or give shorter prompts"
+        )
     rows = engine.max_num_reqs
     if rows is not None and rows < config.batch_size:
         raise ConfigError(
@@ -375,7 +405,10 @@ def _load_compare(item: Any, index: int) -> CompareConfig:
     draft_length = values.get("draft_length")
     if draft_length is not None:
         draft_length = load_plugin("draft_length", draft_length, f"{where}.draft_length")
-    return CompareConfig(drafter, num_drafts, draft_length)
+    events = values.get("phase_events")
+    if events is not None and not isinstance(events, bool):
+        raise ConfigError(f"{where}.phase_events={events!r} is not allowed; give true or false")
+    return CompareConfig(drafter, num_drafts, draft_length, events)
 
 
 def _as_mapping(given: Any, where: str) -> dict[str, Any]:

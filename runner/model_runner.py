@@ -52,6 +52,7 @@ class RunnerConfig:
     token_table: str = "device"
     draft_choices: tuple[int, ...] | None = None  # drafts that a step may propose; None: always K
     confidence_threshold: float | None = None  # see runner.confidence
+    phase_events: bool = False  # mark the phases inside graphs of whole steps
 
 
 @dataclass
@@ -109,6 +110,7 @@ class ModelRunner:
         # A GPU keeps to the fixed shapes whatever the scope, so that scopes compute the same.
         self._fixed_shapes = device.type == "cuda" or config.graph_scope != "none"
         self._fixed_batches: dict[tuple[int, int, bool], InputBatch] = {}
+        self._phase_timers: dict[GraphKey, StepTimer] = {}  # by captured step
         self.padding_is_plain = False
         largest, max_tokens = 0, config.max_num_batched_tokens
         if self._fixed_shapes:
@@ -246,8 +248,13 @@ class ModelRunner:
         """Return what each part runs in a shape."""
         batch, step = self._fixed_batch(size, num_verified, plain), self._step
         outcome, features = self._fixed_inputs(batch)
+        key = GraphKey.of("step", size, num_verified, num_drafted, plain)
+        if self.config.phase_events and key not in self._phase_timers:
+            with self.on_device():
+                self._phase_timers[key] = StepTimer(self.device.type == "cuda", in_graph=True)
+        timer = self._phase_timers.get(key)
         return {
-            "step": partial(step.run, batch, num_drafted),
+            "step": partial(step.run, batch, num_drafted, timer),
             "target": partial(step.run_target, batch),
             "draft": partial(step.run_drafter, batch, features, outcome, num_drafted),
             "propose": partial(step.propose, batch, outcome, num_drafted),
@@ -346,6 +353,7 @@ class ModelRunner:
             self.graphs.launch(key)
             if timer is not None:
                 timer.end("step")
+                timer.inside = self._phase_timers.get(key)
         else:
             self._run_fixed(batch, num_drafted, timer)
         return num_verified + 1, batch.num_tokens, ()

@@ -258,11 +258,20 @@ class Step:
         """Write the outcome to its place of the ring."""
         publish_output(self.outputs.step, outcome, self.outputs.tensor)
 
-    def run(self, batch: InputBatch, num_drafts: int) -> None:
-        """Run a whole step of a fixed shape."""
-        features, outcome = self.run_target(batch)
+    def run(self, batch: InputBatch, num_drafts: int, timer: StepTimer | None = None) -> None:
+        """Run a whole step of a fixed shape.
+
+        Args:
+            batch: its fixed views.
+            num_drafts: how many to propose.
+            timer: one made for being captured.
+        """
+        if timer is not None:
+            timer.restart()
+        features, outcome = self.run_target(batch, timer)
         if self.state.num_speculative_tokens:
             self.run_drafter(batch, features, outcome, num_drafts)
+        _mark(timer, "draft")
         self.publish(outcome)
 
     def _draft_context(

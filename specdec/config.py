@@ -42,6 +42,8 @@ class EngineConfig:
             those that tokens are drawn from; prompts' are always raw.
         logits_processors: plug-ins that change logits, in their order behind our own: names, or
             mappings with a key "name".
+        phase_events: record events between the phases inside the graph of a whole step, so that
+            traces tell their times apart; they cost device time, and one step is in flight at most.
         penalties: keep what repetition, frequency and presence penalties need, a count for each
             row and token; without it they are refused.
     """
@@ -61,6 +63,7 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     logits_processors: list[Any] = dataclasses.field(default_factory=list)
     penalties: bool = True
+    phase_events: bool = False
 
     def check(self, num_speculative_tokens: int) -> None:
         """Check every range, and that a step can hold one verification.
@@ -89,6 +92,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={value!r} is not allowed; give one of {', '.join(allowed)}"
                 )
+        if self.phase_events and (self.max_steps_in_flight or 1) > 1:
+            raise ConfigError(
+                f"max_steps_in_flight={self.max_steps_in_flight} does not go with phase_events: a "
+                "graph's events are read before it is launched again; set it to 1, or leave it out"
+            )
         sizes = self.graph_num_reqs
         if sizes is not None and (sizes != sorted(set(sizes)) or not sizes or sizes[0] < 1):
             raise ConfigError(

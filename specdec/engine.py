@@ -39,7 +39,7 @@ from specdec.grammar_steps import GrammarSteps
 from specdec.host_drafts import HostDrafts, steps_in_flight
 from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
-from specdec.outcomes import Outcomes, trace_lines
+from specdec.outcomes import Outcomes, trace_outcomes
 from specdec.planning import Planner
 from specdec.protocols import ProcessorSetup
 from specdec.registry import build_config
@@ -140,7 +140,8 @@ class Engine:
             )
         on_gpu = model.device.type == "cuda"
         max_num_reqs = config.max_num_reqs or (1024 if on_gpu else 64)
-        self.max_steps_in_flight = steps_in_flight(self.drafter, config, 2 if on_gpu else 1)
+        ahead = on_gpu and not config.phase_events
+        self.max_steps_in_flight = steps_in_flight(self.drafter, config, 2 if ahead else 1)
         self.graph_scope: str = config.graph_scope
         if self.graph_scope == "auto":
             self.graph_scope = "step" if on_gpu else "none"
@@ -201,6 +202,7 @@ class Engine:
             graph_num_reqs=config.graph_num_reqs,
             max_steps_in_flight=self.max_steps_in_flight,
             token_table=config.token_table,
+            phase_events=config.phase_events,
             draft_choices=self.draft_length.choices,
             confidence_threshold=self.draft_length.confidence_threshold,
         )
@@ -386,11 +388,10 @@ class Engine:
         if self.draft_length.learns:
             self._learn_length(scheduled, outcomes, seconds)
         if self.trace is not None and flight.handle.timer is not None:
-            num_tokens = scheduled.num_tokens if places is None else scheduled.num_tokens[places]
-            lines = trace_lines(flight.step, num_tokens.tolist(), outcomes, increments)
-            for line in lines:
-                self.trace.add_request_step(line)
-            num_committed = sum(len(i.new_token_ids) for i in increments)
+            counts = num_sampled, num_judged
+            num_committed = trace_outcomes(
+                self.trace, flight.step, scheduled, places, requests, counts, increments
+            )
             lengths = scheduled.num_verified, scheduled.num_drafted
             line = step_line(flight.step, flight.handle, seconds, num_committed)
             self.trace.add_step((*line, *lengths))

@@ -5,12 +5,14 @@ counts its outcomes in a flat list, in the cell num_sampled * (K + 1) + num_judg
 waits until it ends: num_accepted = min(num_sampled - 1, num_judged).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec.request import Request
+from specdec.scheduler import ScheduledStep
+from specdec.trace import StepTrace
 from specdec.types import FinishReason, Increment, Logprob, RequestStats, TokenLogprobs
 
 
@@ -63,32 +65,75 @@ def count_outcome(
         stats.accepted_per_position[i] += times
 
 
-def trace_lines(
-    step: int, num_tokens: Sequence[int], outcomes: Outcomes, increments: Sequence[Increment]
-) -> Iterator[tuple[Any, ...]]:
-    """Return a step's lines for the trace, in the order of `specdec.trace.REQUEST_COLUMNS`.
+def trace_outcomes(
+    trace: StepTrace,
+    step: int,
+    scheduled: ScheduledStep,
+    places: np.ndarray | None,
+    requests: Sequence[Request],
+    counts: tuple[np.ndarray, np.ndarray],
+    increments: Sequence[Increment],
+) -> int:
+    """Add a step's rows to the trace, one for each request that got tokens.
 
     Args:
+        trace: where to.
         step: index of the step.
-        num_tokens: tokens that each request ran.
-        outcomes: of the step.
+        scheduled: the step.
+        places: those of the step that the following speak of, None for all.
+        requests: [P], their tokens appended.
+        counts: [P] tokens sampled and [P] valid drafts judged.
         increments: what became of them, one for each request that got tokens.
+
+    Returns:
+        How many tokens were committed.
     """
-    committed = (values for values in zip(num_tokens, *outcomes, strict=True) if values[4])
-    for values, increment in zip(committed, increments, strict=True):
-        num_positions, request, verifies, _, num_sampled, num_judged = values
-        num_kept, reason = len(increment.new_token_ids), increment.finish_reason
-        yield (
-            request.request_id,
-            request.label,
+    num_sampled, num_valid = counts
+    total_len = np.array([len(r.token_ids) for r in requests], dtype=np.int32)
+    columns = [
+        trace.keys_of(scheduled.requests),
+        scheduled.is_prefill,
+        scheduled.num_tokens,
+    ]
+    if places is not None:
+        columns = [column[places] for column in columns]
+    if len(increments) < len(num_sampled):  # chunks in the middle of a prompt
+        got = num_sampled > 0
+        columns = [column[got] for column in columns]
+        num_sampled, num_valid, total_len = num_sampled[got], num_valid[got], total_len[got]
+    num_kept, num_drafted = num_sampled, num_valid
+    num_accepted = np.minimum(num_sampled - 1, num_valid)
+    reasons: np.ndarray | int = 0
+    finish_reasons: list[FinishReason | None] = [
+        increment.finish_reason for increment in increments
+    ]
+    if any(finish_reasons):  # a run is cut only where the text ends
+        num_kept, num_drafted = num_kept.copy(), num_drafted.copy()
+        reasons = np.zeros_like(num_kept)
+        for place, reason in enumerate(finish_reasons):
+            if reason is not None:
+                num_kept[place] = len(increments[place].new_token_ids)
+                num_drafted[place], num_accepted[place] = judged(
+                    num_sampled[place], num_valid[place], num_kept[place], reason
+                )
+                reasons[place] = trace.reason_of(reason)
+    keys, is_prefill, num_positions = columns
+    trace.add_requests(
+        len(increments),
+        (
+            keys,
             step,
-            verifies,
-            len(request.token_ids) - num_kept,
+            ~is_prefill,
+            total_len - num_kept,
             num_positions,
-            *judged(num_sampled, num_judged, num_kept, reason),
+            num_valid,
+            num_drafted,
+            num_accepted,
             num_kept,
-            reason or "",
-        )
+            reasons,
+        ),
+    )
+    return int(num_kept.sum())
 
 
 def append_logprobs(

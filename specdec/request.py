@@ -25,6 +25,7 @@ class Request:
     draft_budget: int  # drafts a step at most
     sample_index: int = 0  # of the user's request; keys the noise beside the seed
     label: Any = None  # the caller's own mark, carried into traces (a category, say)
+    trace_key: tuple[Any, int] | None = None  # see specdec.trace
     token_ids: list[int] = field(default_factory=list)  # prompt and committed tokens
     stats: RequestStats = field(default_factory=RequestStats)
     detokenizer: Detokenizer = field(default_factory=lambda: Detokenizer(None))

@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 _INIT_TIMEOUT_S = 30.0  # a network that swallows packets must not hold a run for longer
-_SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|token|credentials?)$", re.IGNORECASE)
+_FINISH_TIMEOUT_S = 120.0  # likewise at its end; what was not sent stays on disk
+_SECRET = r"(?:api_?key|secret|password|token|credentials?)"
+_SECRET_KEY = re.compile(rf"(^|_){_SECRET}$", re.IGNORECASE)
+_SECRET_IN_TEXT = re.compile(rf"""((?:\b|_){_SECRET}['"]?\s*[=:]\s*)[^\s,}}\]]+""", re.IGNORECASE)
 
 
 @dataclass
@@ -178,6 +181,7 @@ class WandbTracker:
     ) -> None:
         self.location: str | None = None
         self._run: Any = None
+        self._is_broken = False  # then nothing more is logged, but the run is still ended
         self._warned = False
         # Artifacts are staged, and logs kept, in the user's home folder otherwise.
         own = {name: str(folder / "wandb") for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
@@ -188,6 +192,7 @@ class WandbTracker:
         with self._guard("start" if mode == "offline" else "start online"):
             self._start(config, run_config, folder, run_name, mode)
         if self._run is None and mode == "online":
+            self._is_broken = False
             with self._guard("start offline"):
                 self._start(config, run_config, folder, run_name, "offline")
 
@@ -202,6 +207,7 @@ class WandbTracker:
         import wandb  # here, so that only a run that wants it pays for it
 
         folder.mkdir(parents=True, exist_ok=True)
+        ending = {"finish_timeout": _FINISH_TIMEOUT_S, "finish_timeout_raises": True}
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -213,6 +219,8 @@ class WandbTracker:
             x_disable_meta=True,
             x_disable_machine_info=True,
             x_disable_stats=True,
+            # Older clients know no such limit, and refuse settings that they do not know.
+            **{k: v for k, v in ending.items() if k in wandb.Settings.model_fields},
         )
         self._run = wandb.init(
             project=config.project,
@@ -222,7 +230,7 @@ class WandbTracker:
             name=run_name,
             mode=mode,  # pyright: ignore[reportArgumentType]
             dir=str(folder),
-            config=_without_secrets(run_config),
+            config=without_secrets(run_config),
             reinit="finish_previous",
             settings=settings,
         )
@@ -234,13 +242,13 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record numbers at a step."""
         with self._guard("log"):
-            if self._run is not None:
+            if self._takes_more:
                 self._run.log(dict(metrics), step=step)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record a table."""
         with self._guard("log a table"):
-            if self._run is not None and rows:
+            if self._takes_more and rows:
                 import wandb
 
                 table = wandb.Table(columns=list(rows[0]))
@@ -251,7 +259,7 @@ class WandbTracker:
     def log_artifact_folder(self, folder: Path, name: str) -> None:
         """Record the files that lie directly in a folder as one artifact of type "run"."""
         with self._guard("log files"):
-            if self._run is not None:
+            if self._takes_more:
                 import wandb
 
                 artifact = wandb.Artifact(name, type="run")
@@ -261,7 +269,7 @@ class WandbTracker:
                 self._run.log_artifact(artifact)
 
     def finish(self, failed: bool = False) -> None:
-        """Flush and end the run."""
+        """Flush and end the run; a server that does not answer is waited for two minutes."""
         with self._guard("finish"):
             if self._run is not None:
                 self._run.finish(exit_code=int(failed))
@@ -272,6 +280,10 @@ class WandbTracker:
             else:
                 os.environ[name] = value
 
+    @property
+    def _takes_more(self) -> bool:
+        return self._run is not None and not self._is_broken
+
     @contextmanager
     def _guard(self, action: str) -> Iterator[None]:
         """Tell a failure of the client once, and let the run go on without it."""
@@ -280,11 +292,14 @@ class WandbTracker:
         # Every block holds client calls alone, and the client raises bare Exceptions of its own
         # beside wandb.Error, OSError and ValueError.
         except Exception as error:
-            self._run = None
+            self._is_broken = True
             if not self._warned:
                 self._warned = True
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
-                logger.warning("tracker wandb cannot %s (%s); the run goes on", action, reason)
+                text = f"tracker wandb cannot {action} ({reason}); the run goes on"
+                if self._run is not None:
+                    text += f"; `wandb sync {self._run.settings.sync_dir}` sends what was logged"
+                logger.warning(text)
 
 
 def make_tracker(
@@ -315,13 +330,22 @@ def make_tracker(
     return NullTracker()
 
 
-def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping with the values of keys that look like secrets replaced."""
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping with the values of keys that look like secrets replaced, at any depth."""
     return {
-        key: "(left out)"
-        if _SECRET_KEY.search(str(key))
-        else _without_secrets(value)
-        if isinstance(value, Mapping)
-        else value
+        key: "(left out)" if _SECRET_KEY.search(str(key)) else _inside(value)
         for key, value in values.items()
     }
+
+
+def hide_secrets(command: str) -> str:
+    """Return a command line without the values that follow keys which look like secrets."""
+    return _SECRET_IN_TEXT.sub(r"\1(left out)", command)
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, list | tuple):
+        return [_inside(item) for item in value]
+    return value

@@ -446,6 +446,19 @@ def test_the_host_bench_runs_here(
     assert "step us" in capsys.readouterr().out
 
 
+def test_the_trace_bench_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["bench.num_reqs=[1,3]", "bench.num_pairs=2", "bench.steps_a_block=2"]
+    options += ["bench.device=cpu"]
+    assert run_app(monkeypatch, tmp_path, "bench=trace", *options) == 0
+    lines = json.loads((tmp_path / "bench.json").read_text())["lines"]
+    cases = [(load, num_reqs) for load in ("stub", "model") for num_reqs in (1, 3)]
+    assert [(line["load"], line["num_reqs"]) for line in lines] == cases
+    assert all(line["on_us"] > 0 and line["off_us"] > 0 for line in lines)
+    assert "cost share" in capsys.readouterr().out
+
+
 def test_drafters_of_the_step_bench_fit_its_target(tmp_path: Path) -> None:
     target = tiny_target(tiny_model("llama", num_hidden_layers=6))
     small = tiny_model("llama", seed=1)

@@ -33,7 +33,7 @@ from specdec.registry import register_drafter
 from specdec.tracker import CsvConfig, TrackerConfig, WandbConfig
 
 GROUPS = ("target", "drafter", "verifier", "draft_length", "sampling", "prompts", "engine")
-GROUPS += ("tracker",)
+GROUPS += ("tracker", "workload")
 PRESETS = ("experiment", "debug")
 # What an option leaves to the user.
 NEEDED = {
@@ -46,6 +46,7 @@ NEEDED = {
     "verifier=synthetic": ["verifier.mean_length=2"],
     "draft_length=plugin": ["draft_length.name=fixed"],
     "prompts=file": ["prompts.path=questions.jsonl"],
+    "workload=trace": ["workload.path=arrivals.txt"],
 }
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from experiments import report
 from specdec import metrics
 from specdec.errors import ConfigError
-from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
+from specdec.trace import OPTIONAL_COLUMNS, REQUEST_COLUMNS, STEP_COLUMNS
 
 CATEGORIES = ("writing", "code", "translation")
 # (arm, drafter, k, chance that a draft is accepted, verdict)
@@ -69,7 +69,8 @@ def write_run(
                 made, wall_s = made + kept, wall_s + phases.sum() / 1e3
             timings.append((arm, k, group, category, 1, made, wall_s))
             step += 1
-    columns = [*REQUEST_COLUMNS, "k", "turn", "arm"]
+    needed = [name for name in REQUEST_COLUMNS if name not in OPTIONAL_COLUMNS]
+    columns = [*needed, "k", "turn", "arm"]
     folder.mkdir(parents=True, exist_ok=True)
     frame = pd.DataFrame(requests, columns=columns)
     frame.to_parquet(folder / "requests.parquet", index=False)

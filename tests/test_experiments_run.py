@@ -13,56 +13,24 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import experiments.run
 import experiments.run_folder
 from experiments.arms import Arm, Played, encode, play
-from experiments.cli import CONF_DIR, VERSION_BASE
-from experiments.run import RunResult, execute
+from experiments.run import RunResult
 from experiments.run_folder import RunFolder
-from experiments.schemas import load_config, register_schemas
 from specdec.errors import CapacityError
 from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
-from tests.models import tiny_model
+from tests.run_cases import run_tiny, save_tiny_target
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
-QUESTIONS: list[dict[str, Any]] = [
-    {"question_id": 1, "category": "short", "turns": ["a b a b a b"]},
-    {"question_id": "two", "category": "short", "turns": ["one two one two", "and again"]},
-    {"question_id": 3, "category": "other", "turns": ["tell me more of it"]},
-]
 
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a random model of two thousand tokens' context with a tokenizer of bytes."""
-    folder = tmp_path_factory.mktemp("tiny")
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    core.train_from_iterator(["one two one two", "tell me more", "a b a b"], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|end|>", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
-    model = tiny_model(
-        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=2048
-    )
-    model.save_pretrained(folder)
-    return folder
+    return save_tiny_target(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -73,30 +41,14 @@ def run(
 
     Drawing the report takes longer than the run: it is left out unless it is asked for.
     """
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text("\n".join(map(json.dumps, QUESTIONS)))
 
     def no_report(run: Any) -> RunResult:
         return RunResult(run.folder.path, run.folder.path / "report.html", [], None)
 
     def run_with(*overrides: str, report: bool = False) -> RunResult:
-        register_schemas()
         if not report:
             monkeypatch.setattr(experiments.run, "_report", no_report)
-        given = [
-            f"target.name={tiny_folder}",
-            "engine.device=cpu",
-            "prompts=file",
-            f"prompts.path={questions}",
-            "sampling.max_tokens=12",
-            "equality.max_tokens=12",
-            "warmup_tokens=2",
-            *overrides,
-        ]
-        with initialize_config_dir(str(CONF_DIR), version_base=VERSION_BASE):
-            cfg = compose("run", overrides=given)
-        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        return execute(load_config(cfg), tmp_path / "run", "python -m experiments.run", resolved)
+        return run_tiny(tiny_folder, tmp_path, *overrides)
 
     return run_with
 

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from specdec import metrics
-from specdec.trace import REQUEST_COLUMNS, STEP_COLUMNS
+from specdec.trace import OPTIONAL_COLUMNS, REQUEST_COLUMNS, STEP_COLUMNS
 
 ARM = "ngram K=3"
 
@@ -34,7 +34,8 @@ NUM_REQS = [2, 2, 2, 2, 2, 1]  # of the arm's steps in `requests`
 
 
 def request_rows(rows: list[tuple[Any, ...]], arm: str) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=list(REQUEST_COLUMNS)).assign(arm=arm)
+    columns = [name for name in REQUEST_COLUMNS if name not in OPTIONAL_COLUMNS]
+    return pd.DataFrame(rows, columns=columns).assign(arm=arm)
 
 
 def step_rows(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
