@@ -50,7 +50,8 @@ ONE_MACHINE = ("joblib", "ray", "submitit_local")
 _WITHOUT_GPUS = ("joblib", "submitit_local")
 
 # Hydra would warn in every worker that an option of a launcher has the name of its plug-in's own.
-warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against")
+SAME_NAME = r"\s*'hydra/launcher/\w+' is validated against"
+warnings.filterwarnings("ignore", message=SAME_NAME, category=UserWarning)
 
 
 @dataclass
