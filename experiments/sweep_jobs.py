@@ -8,11 +8,13 @@ without it is started anew.
 import contextlib
 import copy
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
 import os
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -34,7 +36,7 @@ from experiments.run_folder import RunFolder
 from experiments.schemas import RunConfig, load_config
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError, SpecdecError
-from specdec.log import setup_logging
+from specdec.log import setup_logging, warn_once
 from specdec.tracker import WandbConfig
 
 logger = logging.getLogger(__name__)
@@ -238,10 +240,11 @@ def run_sweep_job(cfg: DictConfig) -> None:
         if read_done(folder) is not None:  # meanwhile, by another command
             logger.info("job %s is done: %s", folder.name, shown)
             return
-        _clear(folder)
         started = time.monotonic()
         try:
+            _clear(folder)
             _run_job(cfg, hydra_config, folder, sweep_dir)
+            _mark_done(folder, time.monotonic() - started)
         except Exception as error:  # of any kind: the other jobs of the sweep do not depend on it
             known = is_users_mistake(error)
             reason = explain(error) if known else f"{type(error).__name__}: {error}"
@@ -250,9 +253,16 @@ def run_sweep_job(cfg: DictConfig) -> None:
             with contextlib.suppress(SpecdecError):  # the disk may be what failed
                 RunFolder(folder).write_json(FAILED, {"reason": reason, "overrides": shown})
             return
-        seconds = round(time.monotonic() - started, 1)
-        _mark_done(folder, seconds)
-        logger.info("job %s took %.1f s: %s", folder.name, seconds, shown)
+        finally:
+            _free_memory()
+        logger.info("job %s took %.1f s: %s", folder.name, time.monotonic() - started, shown)
+
+
+def _free_memory() -> None:
+    """Give back what a job held: the next one in this process sizes its KV cache by what is free."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _run_job(cfg: DictConfig, hydra_config: Any, folder: Path, sweep_dir: Path) -> None:
@@ -280,6 +290,8 @@ def _alone(folder: Path) -> Iterator[None]:
     except Timeout:
         logger.info("job %s runs in another process; waiting for its end", folder.name)
         lock.acquire()
+    except NotImplementedError:  # some file systems of clusters have no locks
+        warn_once(logger, f"{folder.parent} knows no locks: run one sweep at a time in it")
     try:
         yield
     finally:
@@ -300,7 +312,7 @@ def _mark_done(folder: Path, seconds: float) -> None:
     marker = {
         "config_hash": folder.name,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": seconds,
+        "seconds": round(seconds, 1),
         "commit": provenance["commit"],
         "versions": provenance["versions"],
     }
@@ -312,8 +324,14 @@ def _limit_threads(options: SweepOptions, launcher: str | None) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     elif launcher in ONE_MACHINE:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // options.workers))
+        torch.set_num_threads(max(1, _num_cores() // options.workers))
+
+
+def _num_cores() -> int:
+    """Return the cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -337,7 +355,14 @@ def _gpu_of_its_own(
     folder = sweep_dir / _PLACES
     folder.mkdir(exist_ok=True)
     for place in range(num_workers):
-        with contextlib.suppress(Timeout), FileLock(folder / str(place), timeout=0):
+        lock = FileLock(folder / str(place))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        try:
             yield dataclasses.replace(engine, device=f"cuda:{place % num_gpus}")
-            return
-    yield engine
+        finally:
+            lock.release()
+        return
+    yield engine  # more jobs than workers: another command in this folder

@@ -64,21 +64,21 @@ def _show(
     if rows:
         console.print(render_jobs(rows))
     console.print(f"overview {build_overview(folder)}", soft_wrap=True, highlight=False)
-    tracked = _read_record(folder).get("tracked")
+    record = _read_record(folder)
+    tracked = record.get("tracked")
     if tracked != done:  # otherwise the tracker has it all
         location = _track(config, rows, done, folder)
         if location is not None:
             tracked = list(done)
             console.print(f"tracker  {location}", soft_wrap=True, highlight=False)
-    jobs = [
-        {
-            "folder": outcome.job.key,
-            "overrides": list(outcome.job.overrides),
-            "seconds": outcome.seconds,
-            "failed": outcome.reason,
-        }
-        for outcome in outcomes
-    ]
+    jobs = dict(record.get("jobs", {}))  # those of other commands in this folder stay
+    for outcome in outcomes:
+        if outcome.job.mistake is None:
+            jobs[outcome.job.key] = {
+                "overrides": list(outcome.job.overrides),
+                "seconds": outcome.seconds,
+                "failed": outcome.reason,
+            }
     RunFolder(folder).write_json(RECORD, {"jobs": jobs, "tracked": tracked})
 
 
@@ -120,8 +120,10 @@ def render_jobs(rows: Sequence[dict[str, Any]]) -> Table:
     settings = [key for key in rows[0] if key not in ("job", "arm", "seconds", *_METRICS)]
     table.add_column("job", no_wrap=True)
     for key in settings:
-        table.add_column(key.rpartition(".")[2], overflow="fold", max_width=14)
-    table.add_column("arm", overflow="fold", min_width=8, max_width=26)
+        # With spaces a long key is folded where its words end.
+        name = key.rpartition(".")[2].replace("_", " ")
+        table.add_column(name, overflow="fold", max_width=14)
+    table.add_column("arm", overflow="fold", min_width=12, max_width=26)
     for name in ("mean accepted length (bonus included)", "accepted, %", "tokens/s", "speed-up"):
         table.add_column(name, justify="right", max_width=17)
     table.add_column("job, s", justify="right")

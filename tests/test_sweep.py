@@ -132,7 +132,7 @@ def test_every_combination_is_run_once_in_a_folder_of_its_own(
         assert (folder / ".hydra" / "overrides.yaml").is_file()
         assert f"job {folder.name} took" in (folder / "run.log").read_text()
     record = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert {job["folder"] for job in record["jobs"]} == {folder.name for folder in folders}
+    assert record["jobs"].keys() == {folder.name for folder in folders}
 
 
 def test_the_same_command_again_runs_only_what_is_missing(
@@ -217,6 +217,8 @@ def test_a_failing_job_stops_no_other_and_is_told_at_the_end(
         (["-m", "sweep.workers=0"], ["sweep.workers=0", ">= 1"]),
         (["-m", "hydra/launcher=rya"], ["hydra/launcher=rya", "'ray'"]),
         (["-m", "drafter.max_n=[1"], ["drafter.max_n=[1"]),
+        (["-m", "batch_size=interval(1,3)"], ["does not support sweep type"]),
+        (["-m", "hydra.launcher.speed=1"], ["hydra.launcher.speed"]),
     ],
     ids=" ".join,
 )
