@@ -259,7 +259,7 @@ def run_sweep_job(cfg: DictConfig) -> None:
 
 
 def _free_memory() -> None:
-    """Give back what a job held: the next one in this process sizes its KV cache by what is free."""
+    """Give back what a job held: the next in this process sizes its KV cache by what is free."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
