@@ -45,8 +45,10 @@ def finish_sweep(config: DictConfig, outcomes: Sequence[Outcome], folder: Path) 
         if done:
             _show(config, outcomes, done, folder)
     finally:
+        varied = _varied(outcomes)
         for outcome in failed:
-            shown = " ".join(outcome.job.overrides)
+            values = _values(outcome).items()
+            shown = " ".join(f"{key}={value}" for key, value in values if key in varied)
             print(f"failed: {outcome.job.key} {shown}: {outcome.reason}", file=sys.stderr)
     print(f"{len(done)} of {len(outcomes)} jobs are done")
     return int(bool(failed))
@@ -65,13 +67,13 @@ def _show(
         console.print(render_jobs(rows))
     console.print(f"overview {build_overview(folder)}", soft_wrap=True, highlight=False)
     record = _read_record(folder)
-    tracked = record.get("tracked")
+    tracked = record["tracked"]
     if tracked != done:  # otherwise the tracker has it all
         location = _track(config, rows, done, folder)
         if location is not None:
             tracked = list(done)
             console.print(f"tracker  {location}", soft_wrap=True, highlight=False)
-    jobs = dict(record.get("jobs", {}))  # those of other commands in this folder stay
+    jobs = record["jobs"]  # those of other commands in this folder stay
     for outcome in outcomes:
         if outcome.job.mistake is None:
             jobs[outcome.job.key] = {
@@ -87,9 +89,7 @@ def job_rows(outcomes: Sequence[Outcome], folder: Path) -> list[dict[str, Any]]:
 
     Its columns: the job's folder, the keys in which the sweep's jobs differ, the arm, its metrics.
     """
-    given = {outcome.job.key: _values(outcome) for outcome in outcomes}
-    keys = list(dict.fromkeys(key for values in given.values() for key in values))
-    varied = [key for key in keys if len({values.get(key) for values in given.values()}) > 1]
+    varied = _varied(outcomes)
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
         job = outcome.job.key
@@ -98,10 +98,17 @@ def job_rows(outcomes: Sequence[Outcome], folder: Path) -> list[dict[str, Any]]:
             continue
         summary = pd.read_csv(path)
         for arm in summary.iloc[1:].to_dict("records") or summary.to_dict("records"):
-            row = {"job": job} | {key: given[job].get(key, "") for key in varied}
+            row = {"job": job} | {key: _values(outcome).get(key, "") for key in varied}
             row |= {"arm": str(arm["arm"])} | {name: float(arm[name]) for name in _METRICS}
             rows.append(row | {"seconds": outcome.seconds})
     return rows
+
+
+def _varied(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the keys in which jobs differ, in the order in which they were given."""
+    given = [_values(outcome) for outcome in outcomes]
+    keys = dict.fromkeys(key for values in given for key in values)
+    return [key for key in keys if len({values.get(key) for values in given}) > 1]
 
 
 def _values(outcome: Outcome) -> dict[str, str]:
@@ -123,7 +130,7 @@ def render_jobs(rows: Sequence[dict[str, Any]]) -> Table:
         # With spaces a long key is folded where its words end.
         name = key.rpartition(".")[2].replace("_", " ")
         table.add_column(name, overflow="fold", max_width=14)
-    table.add_column("arm", overflow="fold", min_width=12, max_width=26)
+    table.add_column("arm", overflow="fold", min_width=15, max_width=26)
     for name in ("mean accepted length (bonus included)", "accepted, %", "tokens/s", "speed-up"):
         table.add_column(name, justify="right", max_width=17)
     table.add_column("job, s", justify="right")
@@ -145,11 +152,12 @@ def _number(value: float, form: str) -> str:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
+    """Return what earlier commands recorded in the folder; a damaged record counts for nothing."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+        return {"jobs": dict(record["jobs"]), "tracked": record["tracked"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {"jobs": {}, "tracked": None}
 
 
 def _track(

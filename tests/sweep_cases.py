@@ -12,7 +12,7 @@ METRICS = ("accepted_length", "acceptance_rate", "tokens_per_s", "speedup")
 def save_chat_model(folder: Path) -> Path:
     """Save a random model with a tokenizer of bytes that knows a chat template."""
     tokenizer = byte_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     tiny_model("llama", eos_token_id=tokenizer.eos_token_id, **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
