@@ -54,13 +54,13 @@ def hydra_app(config_name: str, task: Callable[[DictConfig], None], when_interru
         try:
             task(cfg)
         except (SpecdecError, OmegaConfBaseException) as error:
-            if wants_trace:
+            if traced:
                 raise
             # Not through Hydra, which would print more than the sentence.
-            raise SystemExit(_fail(error)) from None
+            raise SystemExit(tell_failure(error)) from None
 
     app = hydra.main(version_base=VERSION_BASE, config_path=str(CONF_DIR), config_name=config_name)
-    wants_trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    traced = wants_trace()
     try:
         with env_override({"HYDRA_FULL_ERROR": "1"}):  # Hydra then raises instead of printing
             app(guarded)()
@@ -72,13 +72,24 @@ def hydra_app(config_name: str, task: Callable[[DictConfig], None], when_interru
     except Exception as error:
         # Before the task began there is only Hydra at work on the command line, and it raises
         # ValueError beside its own kinds. Afterwards an unknown error is a bug and needs its trace.
-        if wants_trace or entered:
+        if traced or entered:
             raise
-        return _fail(error)
+        return tell_failure(error)
     return 0
 
 
-def _fail(error: Exception) -> int:
+def wants_trace() -> bool:
+    """Return whether the user asked for errors as they are raised."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def is_users_mistake(error: Exception) -> bool:
+    """Return whether an error says what is wrong with a configuration or a file, not with us."""
+    return isinstance(error, SpecdecError | HydraException | OmegaConfBaseException)
+
+
+def tell_failure(error: Exception) -> int:
+    """Print what is wrong in one sentence; return the exit code."""
     print(f"error: {explain(error)}", file=sys.stderr)
     return 1
 

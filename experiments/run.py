@@ -262,7 +262,10 @@ def _report(run: _Run) -> RunResult:
         for name in ("ttft_s", "tpot_s", "e2e_s"):
             metrics[f"latency/{name}_p50/{row['arm']}"] = row[f"{name}_p50"]
             metrics[f"latency/{name}_p99/{row['arm']}"] = row[f"{name}_p99"]
-    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    # Without an arm's name, too: a sweep agent follows one name through runs of any drafter.
+    chosen = f"/{run.specs[min(1, len(run.specs) - 1)].name}"
+    plain = {k.removesuffix(chosen): v for k, v in metrics.items() if k.endswith(chosen)}
+    known = {name: value for name, value in (metrics | plain).items() if math.isfinite(value)}
     run.tracker.log(known, step=len(run.questions))
     run.tracker.log_table("arms", summary.to_dict("records"))  # pyright: ignore[reportArgumentType]
     run.tracker.log_artifact_folder(path, f"run-{path.name}")

@@ -24,6 +24,7 @@ _FINISH_TIMEOUT_S = 120.0  # likewise at its end; what was not sent stays on dis
 _SECRET = r"(?:api_?key|secret|password|token|credentials?)"
 _SECRET_KEY = re.compile(rf"(^|_){_SECRET}$", re.IGNORECASE)
 _SECRET_IN_TEXT = re.compile(rf"""((?:\b|_){_SECRET}['"]?\s*[=:]\s*)[^\s,}}\]]+""", re.IGNORECASE)
+_NOT_IN_A_NAME = re.compile(r"[^\w.-]+")  # of an artifact
 
 
 @dataclass
@@ -48,6 +49,7 @@ class WandbConfig(TrackerConfig):
         project: the project that runs go to.
         entity: user or team; None takes the account's default.
         group: what runs of one sweep have in common.
+        job_type: what kind of run this is in its group.
         tags: free marks.
         mode: "online", "offline", "disabled"; "auto" is online where WANDB_API_KEY is set, else
             offline.
@@ -57,6 +59,7 @@ class WandbConfig(TrackerConfig):
     project: str = "specdec"
     entity: str | None = None
     group: str | None = None
+    job_type: str | None = None
     tags: list[str] = field(default_factory=list)
     mode: str = "auto"
 
@@ -87,8 +90,16 @@ class Tracker(Protocol):
         """Record a table; the columns are those of its first row."""
         ...
 
+    def log_pictures(self, pictures: Mapping[str, Path]) -> None:
+        """Record image files under names."""
+        ...
+
     def log_artifact_folder(self, folder: Path, name: str) -> None:
         """Record the files that lie directly in a folder."""
+        ...
+
+    def log_artifact_files(self, files: Mapping[str, Path], name: str, kind: str) -> None:
+        """Record files under paths of their own as one artifact of a kind."""
         ...
 
     def finish(self, failed: bool = False) -> None:
@@ -107,7 +118,13 @@ class NullTracker:
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Drop the table."""
 
+    def log_pictures(self, pictures: Mapping[str, Path]) -> None:
+        """Drop the pictures: they stay where they are."""
+
     def log_artifact_folder(self, folder: Path, name: str) -> None:
+        """Drop the files: they stay where they are."""
+
+    def log_artifact_files(self, files: Mapping[str, Path], name: str, kind: str) -> None:
         """Drop the files: they stay where they are."""
 
     def finish(self, failed: bool = False) -> None:
@@ -142,7 +159,13 @@ class CsvTracker:
                 lines = [list(rows[0]), *(list(row.values()) for row in rows)]
                 self._write(self._folder / f"{name}.csv", "w", lines)
 
+    def log_pictures(self, pictures: Mapping[str, Path]) -> None:
+        """Do nothing: the pictures lie in the run folder already."""
+
     def log_artifact_folder(self, folder: Path, name: str) -> None:
+        """Do nothing: the files lie in the run folder already."""
+
+    def log_artifact_files(self, files: Mapping[str, Path], name: str, kind: str) -> None:
         """Do nothing: the files lie in the run folder already."""
 
     def finish(self, failed: bool = False) -> None:
@@ -226,6 +249,7 @@ class WandbTracker:
             project=config.project,
             entity=config.entity,
             group=config.group,
+            job_type=config.job_type,
             tags=config.tags or None,
             name=run_name,
             mode=mode,  # pyright: ignore[reportArgumentType]
@@ -256,17 +280,34 @@ class WandbTracker:
                     table.add_data(*row.values())
                 self._run.log({name: table})
 
+    def log_pictures(self, pictures: Mapping[str, Path]) -> None:
+        """Record image files under names."""
+        with self._guard("log pictures"):
+            if self._takes_more and pictures:
+                import wandb
+
+                self._run.log({name: wandb.Image(str(p)) for name, p in pictures.items()})
+
     def log_artifact_folder(self, folder: Path, name: str) -> None:
         """Record the files that lie directly in a folder as one artifact of type "run"."""
         with self._guard("log files"):
-            if self._takes_more:
-                import wandb
+            files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+            self._log_artifact(files, name, "run")
 
-                artifact = wandb.Artifact(name, type="run")
-                for path in sorted(folder.iterdir()):
-                    if path.is_file():
-                        artifact.add_file(str(path), skip_cache=True, policy="immutable")
-                self._run.log_artifact(artifact)
+    def log_artifact_files(self, files: Mapping[str, Path], name: str, kind: str) -> None:
+        """Record files under paths of their own as one artifact of a type."""
+        with self._guard("log files"):
+            self._log_artifact(files, name, kind)
+
+    def _log_artifact(self, files: Mapping[str, Path], name: str, kind: str) -> None:
+        if not self._takes_more:
+            return
+        import wandb
+
+        artifact = wandb.Artifact(_NOT_IN_A_NAME.sub("-", name), type=kind)
+        for shown, path in files.items():
+            artifact.add_file(str(path), name=shown, skip_cache=True, policy="immutable")
+        self._run.log_artifact(artifact)
 
     def finish(self, failed: bool = False) -> None:
         """Flush and end the run; a server that does not answer is waited for two minutes."""

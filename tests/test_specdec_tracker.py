@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import wandb
+from PIL import Image
 
 from specdec.errors import ConfigError
 from specdec.tracker import (
@@ -188,3 +189,36 @@ def test_importing_the_module_does_not_import_wandb() -> None:
 
     code = "import sys, specdec.tracker; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_pictures_and_files_of_many_runs_keep_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, Any]] = []
+    artifacts: list[wandb.Artifact] = []
+
+    class Run:
+        class settings:
+            sync_dir = "here"
+
+        def log(self, values: dict[str, Any]) -> None:
+            logged.append(values)
+
+        def log_artifact(self, artifact: wandb.Artifact) -> None:
+            artifacts.append(artifact)
+
+        def finish(self, exit_code: int) -> None:
+            """End."""
+
+    monkeypatch.setattr(wandb, "init", lambda **options: Run())
+    picture, trace = tmp_path / "pareto.png", tmp_path / "steps.parquet"
+    Image.new("RGB", (2, 2)).save(picture)
+    trace.write_bytes(b"steps")
+    tracker = WandbTracker(WandbConfig(mode="offline"), {}, tmp_path)
+    tracker.log_pictures({"pareto": picture})
+    tracker.log_artifact_files({"job/steps.parquet": trace}, "sweep of a night", "traces")
+    tracker.finish()
+    assert isinstance(logged[0]["pareto"], wandb.Image)
+    (artifact,) = artifacts
+    assert (artifact.name, artifact.type) == ("sweep-of-a-night", "traces")
+    assert set(artifact.manifest.entries) == {"job/steps.parquet"}
