@@ -7,24 +7,28 @@ the tables are forked: from a row's last committed position on it gets pages of 
 drafts of the starts do not meet.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.base import DrafterBase
 from experiments.shadow_texts import Text, TextStates
 from experiments.shadow_walk import StartScores
 from runner.kv_cache import PagedKVCache
 from runner.loader import LoadedTarget
+from runner.models.hf import HFModel
 from sampler.draft_noise import draft_noise
 from sampler.noise import mix_seed
 from specdec.checks import check_pairing, check_wants
+from specdec.errors import ConfigError
 from specdec.protocols import (
     DRAFT_KIND_WITH_Q,
     DraftBuffers,
     DraftContext,
+    Drafter,
     Noise,
     ScoringDrafter,
     StateView,
@@ -52,45 +56,68 @@ class ScoreSizes:
     num_rows: int
 
 
+def load_drafter(drafter: Drafter, target: LoadedTarget, sizes: ScoreSizes) -> Drafter:
+    """Let a drafter load what it needs, as the runner does, and check what it asks for.
+
+    Raises:
+        ConfigError, WeightsError, UnsupportedError: it does not go with the target, its files
+            cannot be used, or it says that it can score and cannot.
+    """
+    model = target.model
+    view = TargetView(
+        model=model,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        dtype=model.dtype,
+        device=model.device,
+        num_speculative_tokens=sizes.num_drafts,
+        max_model_len=sizes.max_model_len,
+        tokenizer=target.tokenizer,
+    )
+    with on_device(model.device):
+        drafter.load(view)
+    check_wants(drafter, "device", len(model.layers))
+    wants, name = drafter.capabilities, type(drafter).__name__
+    if wants.can_score and not hasattr(drafter, "score"):
+        raise ConfigError(f"drafter {name} says can_score and has no method score; add it")
+    default = getattr(type(drafter), "score", None) is DrafterBase.score
+    if wants.can_score and default and wants.kv is not None and not wants.splits_first_pass:
+        raise ConfigError(
+            f"drafter {name} says can_score, and writes the KV of the text in propose; give it a "
+            f"score of its own, or split off its first pass"
+        )
+    return drafter
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one."""
+    return torch.cuda.device(device.index or 0) if device.type == "cuda" else nullcontext()
+
+
 class Scorer:
     """A drafter beside tables of its own, where rows are starts of one text.
 
     Args:
-        drafter: says `can_score`; it is loaded here.
+        drafter: loaded, says `can_score`.
         verifier: whose runs are predicted.
-        target: of the texts.
+        model: the target of the texts.
         temperature: of the texts.
         sizes: of the tables.
 
     Raises:
-        ConfigError, WeightsError, UnsupportedError: a drafter that does not go with target or
-            verifier, or whose files cannot be used.
+        ConfigError: the verifier cannot judge the drafter's drafts.
     """
 
     def __init__(
         self,
         drafter: ScoringDrafter,
         verifier: Verifier,
-        target: LoadedTarget,
+        model: HFModel,
         temperature: float,
         sizes: ScoreSizes,
     ) -> None:
         self.drafter, self.sizes = drafter, sizes
-        model = target.model
         self._device, k = model.device, sizes.num_drafts
-        drafter.load(
-            TargetView(
-                model=model,
-                vocab_size=model.vocab_size,
-                hidden_size=model.hidden_size,
-                dtype=model.dtype,
-                device=model.device,
-                num_speculative_tokens=k,
-                max_model_len=sizes.max_model_len,
-                tokenizer=target.tokenizer,
-            )
-        )
-        check_wants(drafter, "device", len(model.layers))
         check_pairing(drafter, verifier, k)
         wants = drafter.capabilities
         # Under a rule that judges by p and q the laws are to be those behind the text's own tokens.
@@ -100,7 +127,8 @@ class Scorer:
         self._context = min(wants.max_context or sizes.max_model_len, sizes.max_model_len)
         self._make_tables(temperature, model.vocab_size)
         self._noise = draft_noise(verifier, self._temperature, self._seeds, self._state.total_len)
-        drafter.bind(self._state, self._buffers)
+        with on_device(self._device):
+            drafter.bind(self._state, self._buffers)
 
     def _make_tables(self, temperature: float, vocab_size: int) -> None:
         """Allocate what the runner would."""
@@ -147,8 +175,7 @@ class Scorer:
         k, num_starts = self.sizes.num_drafts, text.num_starts
         num_drafts = np.zeros(num_starts, dtype=np.int64)
         accept = np.zeros((num_starts, k))
-        index = None if self._device.type != "cuda" else self._device.index or 0
-        with nullcontext() if index is None else torch.cuda.device(index):
+        with on_device(self._device):
             self._seeds.fill_(mix_seed(text.seed, 0))
             for row in range(self.num_rows):
                 self.drafter.add_request(row)
@@ -243,9 +270,7 @@ class Scorer:
         fits = columns < self._state.block_table.shape[1]
         self._state.block_table[rows[fits], columns[fits]] = pages[fits].int()
 
-    def _judge(
-        self, states: TextStates, starts: Tensor, drafts: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _judge(self, states: TextStates, starts: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
         """Cut drafts to valid runs, as the runner does, and compare them with the text."""
         n, k = drafts.shape
         index = torch.arange(k, device=drafts.device)

@@ -135,8 +135,9 @@ def read_texts(folder: Path, resolved: dict[str, Any]) -> list[Text]:
                 f"texts={str(folder)!r} was run with {key}={given}, and {key}={wanted} is given; "
                 f"set {key}={given}, or texts=null"
             )
-    limits = int(OmegaConf.select(ours, "sampling.max_tokens")), int(
-        OmegaConf.select(ours, "engine.max_model_len")
+    limits = (
+        int(OmegaConf.select(ours, "sampling.max_tokens")),
+        int(OmegaConf.select(ours, "engine.max_model_len")),
     )
     texts = []
     for record in records:
@@ -190,13 +191,20 @@ class TargetPass:
         aux_layers: whose outputs drafters read.
         law: that tokens are drawn from, where their probabilities are wanted.
         chunk: tokens a pass at most.
+        idle: nothing is wanted, so nothing is run.
     """
 
     def __init__(
-        self, model: HFModel, max_len: int, aux_layers: Sequence[int], law: Law | None, chunk: int
+        self,
+        model: HFModel,
+        max_len: int,
+        aux_layers: Sequence[int],
+        law: Law | None,
+        chunk: int,
+        idle: bool = False,
     ) -> None:
         self.model, self.aux_layers = model, sorted(set(aux_layers))
-        self._law, self._chunk = law, chunk
+        self._law, self._chunk, self._idle = law, chunk, idle
         self._kv = model.make_kv_cache(1, max_len)
 
     @torch.inference_mode()
@@ -204,6 +212,8 @@ class TargetPass:
         """Run over a text."""
         device = self.model.device
         token_ids = torch.tensor(text.token_ids, device=device)
+        if self._idle:
+            return TextStates(token_ids, torch.empty(0, device=device), {}, None)
         hidden, aux = [], []
         for positions in torch.arange(len(token_ids), device=device).split(self._chunk):
             end = int(positions[-1]) + 1

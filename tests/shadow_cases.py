@@ -9,7 +9,7 @@ import torch
 
 from drafters.block_parallel import BlockParallelHead, BlockParallelSizes, save_block_parallel
 from drafters.medusa import MedusaHead, save_medusa
-from experiments.shadow_score import Scorer, ScoreSizes
+from experiments.shadow_score import Scorer, ScoreSizes, load_drafter
 from experiments.shadow_texts import Law, TargetPass, Text
 from experiments.shadow_walk import StartScores, StepOutcome
 from runner.loader import LoadedTarget
@@ -78,7 +78,9 @@ def play(
     max_model_len: int = MAX_MODEL_LEN,
 ) -> Played:
     """Run an engine, and keep texts and steps of each prompt."""
-    prompts = random_prompts([5, 9, 1, 14, 30], seed=3, vocab_size=V) if prompts is None else prompts
+    prompts = (
+        random_prompts([5, 9, 1, 14, 30], seed=3, vocab_size=V) if prompts is None else prompts
+    )
     trace = StepTrace()
     engine = Engine(
         target, drafter, verifier, k, trace=trace, device="cpu", max_num_reqs=3, block_size=4,
@@ -122,7 +124,8 @@ def score(
     judge = rule.cls(rule_config)
     longest = max(len(text.token_ids) for text in texts)
     sizes = ScoreSizes(max_model_len, longest, k, num_rows)
-    scorer = Scorer(entry.cls(config), judge, target, temperature, sizes)
+    loaded: Any = load_drafter(entry.cls(config), target, sizes)
+    scorer = Scorer(loaded, judge, target.model, temperature, sizes)
     law = Law(temperature, 1.0, 0) if temperature > 0 and not judge.text_equal else None
     layers = scorer.drafter.capabilities.aux_layers
     states = TargetPass(target.model, longest, layers, law, 11)
