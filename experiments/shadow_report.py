@@ -89,7 +89,7 @@ def render(summary: pd.DataFrame) -> Table:
     table = Table(title="predicted from recorded texts (accepted length with the bonus token)")
     for name in ("drafter", "K", "mean accepted length", "accepted at position 1..K", "how"):
         table.add_column(name, justify="left" if name in ("drafter", "how") else "right")
-    for row in summary[summary["category"] == ALL].to_dict("records"):
+    for row in summary.loc[summary["category"] == ALL].to_dict("records"):
         value, low, high = (row[f"accepted_length{end}"] for end in ("", "_low", "_high"))
         shown = f"{value:.3f}" + ("" if np.isnan(low) else f" [{low:.3f}, {high:.3f}]")
         rates = [row[f"acceptance_at_{i}"] for i in range(1, row["k"] + 1)]
@@ -108,9 +108,8 @@ def draw(summary: pd.DataFrame, path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     by_k, by_position = figure.subplots(1, 2)
-    own = summary[summary["category"] == ALL]
+    own = summary.loc[summary["category"] == ALL]
     for name, lines in own.groupby("drafter", sort=False):
-        lines = lines.sort_values("k")
         (drawn,) = by_k.plot(lines["k"], lines["accepted_length"], "o-", label=name)
         low, high = lines["accepted_length_low"], lines["accepted_length_high"]
         by_k.fill_between(lines["k"], low, high, alpha=0.2, color=drawn.get_color())

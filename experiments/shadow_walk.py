@@ -1,9 +1,9 @@
 """From acceptance at every start of a recorded text to what a real run of K drafts would give.
 
-A text y of L tokens was written by the target. A verification step that *starts* at s (the row then
-holds s tokens) proposes drafts for the positions s, s + 1, ...; with a of them kept it commits a + 1
-tokens, and the next step starts at s + a + 1. Steps start where drafts failed, so an average over
-all positions is biased: it gives positions inside good runs, which no step would start at, the
+A text y of L tokens was written by the target. A verification step that *starts* at s (the row
+holds s tokens then) proposes drafts for the positions s, s + 1, ...; with a of them kept it commits
+a + 1 tokens, and the next step starts at s + a + 1. Steps start where drafts failed, so an average
+over all positions is biased: it gives positions inside good runs, at which no step would start, the
 weight of those at which steps do start.
 
 Rules whose text does not depend on the drafter (`greedy`, `sampled_match`, `coupled`)

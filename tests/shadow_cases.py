@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from drafters.block_parallel import BlockParallelHead, BlockParallelSizes, save_block_parallel
@@ -75,7 +76,7 @@ def play(
     k: int,
     params: SamplingParams,
     prompts: Sequence[Sequence[int]] | None = None,
-    max_model_len: int = MAX_MODEL_LEN,
+    max_num_reqs: int = 3,
 ) -> Played:
     """Run an engine, and keep texts and steps of each prompt."""
     prompts = (
@@ -83,8 +84,8 @@ def play(
     )
     trace = StepTrace()
     engine = Engine(
-        target, drafter, verifier, k, trace=trace, device="cpu", max_num_reqs=3, block_size=4,
-        max_model_len=max_model_len, max_num_batched_tokens=24,
+        target, drafter, verifier, k, trace=trace, device="cpu", max_num_reqs=max_num_reqs,
+        block_size=4, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=max(24, 6 * max_num_reqs),
     )  # fmt: skip
     outputs = {}
     for i, prompt in enumerate(prompts):
@@ -99,7 +100,7 @@ def play(
     texts, steps = [], []
     for i, prompt in enumerate(prompts):
         output = outputs[str(i)]
-        most = min(len(prompt) + params.max_tokens, max_model_len)
+        most = min(len(prompt) + params.max_tokens, MAX_MODEL_LEN)
         token_ids = [*prompt, *output.token_ids]
         texts.append(Text(f"{i}/1", str(i), "any", 100 + i, token_ids, len(prompt), most))
         own = rows[rows["request_id"] == str(i)]
@@ -113,20 +114,29 @@ def score(
     drafter: Any,
     verifier: str,
     k: int,
-    temperature: float,
+    params: SamplingParams,
     texts: Sequence[Text],
     num_rows: int = 7,
-    max_model_len: int = MAX_MODEL_LEN,
 ) -> list[StartScores]:
     """Score a drafter on texts."""
     entry, config = build_config("drafter", drafter)
     rule, rule_config = build_config("verifier", verifier)
     judge = rule.cls(rule_config)
     longest = max(len(text.token_ids) for text in texts)
-    sizes = ScoreSizes(max_model_len, longest, k, num_rows)
+    sizes = ScoreSizes(MAX_MODEL_LEN, longest, k, num_rows)
     loaded: Any = load_drafter(entry.cls(config), target, sizes)
-    scorer = Scorer(loaded, judge, target.model, temperature, sizes)
-    law = Law(temperature, 1.0, 0) if temperature > 0 and not judge.text_equal else None
+    scorer = Scorer(loaded, judge, target.model, params.temperature, sizes)
+    law = None
+    if params.temperature > 0 and not judge.text_equal:
+        law = Law(params.temperature, params.top_p, params.top_k)
     layers = scorer.drafter.capabilities.aux_layers
     states = TargetPass(target.model, longest, layers, law, 11)
     return [scorer.score(text, states.run(text)) for text in texts]
+
+
+def biased_steps(scores: StartScores, k: int) -> float:
+    """Return the steps of a text were each position a start as often as any other: a bug."""
+    num_starts = scores.length - scores.first
+    kept = np.cumprod(scores.accept[:, :k], 1).sum(1)
+    left = num_starts - np.arange(num_starts)
+    return num_starts / float(np.minimum(kept + 1, left).mean())

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from experiments.shadow_walk import StartScores, walk
+from experiments.shadow_walk import StartScores, StepOutcome, walk
+from tests.shadow_cases import biased_steps
 
 V = 3
 LENGTH = 6  # tokens of a text behind a first one, 0
@@ -87,16 +88,13 @@ def predicted_sums(q: np.ndarray, k: int, num_drafts: Callable[[int], int]) -> n
     return sums
 
 
-def biased_steps(q: np.ndarray, k: int) -> float:
+def all_positions(q: np.ndarray, k: int) -> float:
     """Return the expected steps where every position counts as a start alike: a bug."""
     total = 0.0
     for tail in itertools.product(range(V), repeat=LENGTH - 1):
         text = (0, *tail)
         weight = np.prod([P[a, b] for a, b in itertools.pairwise(text)])
-        scores = scores_of(text, q, k, lambda start: k)
-        kept = np.cumprod(scores.accept, 1).sum(1)
-        left = LENGTH - np.arange(FIRST, LENGTH)
-        total += weight * (LENGTH - FIRST) / np.minimum(kept + 1, left).mean()
+        total += weight * biased_steps(scores_of(text, q, k, lambda start: k), k)
     return total
 
 
@@ -118,7 +116,7 @@ def test_the_expectation_is_that_of_the_rule(law: str, drafts: str, k: int) -> N
 @pytest.mark.parametrize("law", LAWS)
 def test_an_average_over_all_positions_is_biased(law: str) -> None:
     real = real_sums(LAWS[law], 3, DRAFTS["all"])[0]
-    assert abs(biased_steps(LAWS[law], 3) - real) > 0.05 * real
+    assert abs(all_positions(LAWS[law], 3) - real) > 0.05 * real
 
 
 def test_acceptance_that_ignores_the_text_is_biased() -> None:
@@ -135,3 +133,20 @@ def test_acceptance_that_ignores_the_text_is_biased() -> None:
         sums += weight * walk(scores, k).num_steps
     real = real_sums(q, k, DRAFTS["all"])[0]
     assert abs(sums - real) > 1e-3 * real
+
+
+def test_steps_start_where_drafts_failed() -> None:
+    """Hand-made: 10 positions at which all is right, then 10 at which nothing is."""
+    accept = np.repeat([1.0, 0.0], 10)[:, None] * np.ones(4)
+    scores = StartScores(5, 25, np.full(20, 4), accept)
+    outcome = walk(scores, 4)
+    assert outcome.num_steps == 2 + 10
+    assert outcome.steps is not None
+    assert outcome.steps[:3] == [
+        StepOutcome(5, 4, 4, 5),
+        StepOutcome(10, 4, 4, 5),
+        StepOutcome(15, 4, 0, 1),
+    ]
+    assert outcome.steps[-1] == StepOutcome(24, 1, 0, 1)  # of its drafts one could be judged
+    assert outcome.accepted.tolist() == [2, 2, 2, 2]
+    assert biased_steps(scores, 4) < 8
