@@ -117,13 +117,14 @@ def score(
     params: SamplingParams,
     texts: Sequence[Text],
     num_rows: int = 7,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> list[StartScores]:
     """Score a drafter on texts."""
     entry, config = build_config("drafter", drafter)
     rule, rule_config = build_config("verifier", verifier)
     judge = rule.cls(rule_config)
     longest = max(len(text.token_ids) for text in texts)
-    sizes = ScoreSizes(MAX_MODEL_LEN, longest, k, num_rows)
+    sizes = ScoreSizes(max_model_len, longest, k, num_rows)
     loaded: Any = load_drafter(entry.cls(config), target, sizes)
     scorer = Scorer(loaded, judge, target.model, params.temperature, sizes)
     law = None
