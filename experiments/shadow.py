@@ -194,7 +194,8 @@ class ShadowRun:
         config = self.config
         contenders = name_drafters(config.drafters)
         if config.texts is not None:
-            self.texts = read_texts(Path(config.texts), self._resolved)
+            same_noise = config.sampling.temperature > 0 and self._rule.text_equal
+            self.texts = read_texts(Path(config.texts), self._resolved, same_noise)
         started = time.perf_counter()
         target = load_target(config.target.name, self.dtype, self.device)
         self.seconds["load"] = time.perf_counter() - started  # pyright: ignore

@@ -107,12 +107,13 @@ _TEXT_KEYS = (
 )
 
 
-def read_texts(folder: Path, resolved: dict[str, Any]) -> list[Text]:
+def read_texts(folder: Path, resolved: dict[str, Any], same_noise: bool) -> list[Text]:
     """Read the texts that the autoregressive arm of a run wrote.
 
     Args:
         folder: of the run.
         resolved: the configuration at hand; what says how texts are written has to be the run's.
+        same_noise: the texts have to be the very ones that the rule writes, not only of its law.
 
     Raises:
         ConfigError: no run folder, or one of another target or another way to sample.
@@ -128,7 +129,7 @@ def read_texts(folder: Path, resolved: dict[str, Any]) -> list[Text]:
             f"or null to record texts"
         ) from error
     ours = OmegaConf.create(resolved)
-    for key in _TEXT_KEYS:
+    for key in (*_TEXT_KEYS, *(["verifier.name"] if same_noise else [])):
         given, wanted = OmegaConf.select(theirs, key), OmegaConf.select(ours, key)
         if given != wanted:
             raise ConfigError(

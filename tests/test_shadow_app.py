@@ -98,7 +98,7 @@ def test_the_table_has_what_a_run_measures(
     assert whole["num_prompts"].tolist() == [3] * 6
     requests = pd.read_parquet(run_folder / "requests.parquet")
     for drafter in ("ngram", "layer_skip"):
-        real = requests[requests["arm"] == f"{drafter} K=3"]
+        real = requests.loc[requests["arm"] == f"{drafter} K=3"]
         line = whole.loc[(drafter, 3)]
         length = accepted_length(real)
         assert line["accepted_length"] == pytest.approx(length.value)
@@ -128,9 +128,13 @@ def test_laws_are_judged_under_rejection(given: list[str], tmp_path: Path) -> No
 def test_texts_of_another_run_are_refused(given: list[str], run_folder: Path) -> None:
     cfg = composed("shadow", [*given, "sampling.temperature=0.5"])
     with pytest.raises(ConfigError, match=r"sampling.temperature=0.0, and sampling.temperature"):
-        read_texts(run_folder, plain(cfg))
+        read_texts(run_folder, plain(cfg), same_noise=False)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_texts(run_folder / "nowhere", plain(cfg))
+        read_texts(run_folder / "nowhere", plain(cfg), same_noise=False)
+    cfg = composed("shadow", [*given, "verifier=sampled_match"])
+    assert len(read_texts(run_folder, plain(cfg), same_noise=False)) == 4
+    with pytest.raises(ConfigError, match=r"verifier.name=rejection"):
+        read_texts(run_folder, plain(cfg), same_noise=True)
 
 
 @pytest.mark.parametrize(

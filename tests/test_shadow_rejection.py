@@ -93,7 +93,8 @@ def test_the_accepted_length_is_that_of_an_engine(world: World) -> None:
     assert (predicted.high - predicted.low) / 2 <= HALF_WIDTH
     assert abs(predicted.value - real.value) <= HALF_WIDTH
     walked = [walk(own, K) for own in world.scores]
-    accepted = sum(own.accepted for own in walked) / sum(own.num_steps for own in walked)
+    num_steps = sum(own.num_steps for own in walked)
+    accepted = np.stack([own.accepted for own in walked]).sum(0) / num_steps
     steps = [step for steps in world.played.steps for step in steps]
     shares = [np.mean([step.num_accepted >= i for step in steps]) for i in range(1, K + 1)]
     assert np.abs(accepted - shares).max() <= HALF_WIDTH
