@@ -103,6 +103,17 @@ def test_steps_are_those_of_a_real_run(made: Made, name: str, rule: str) -> None
         assert any(step.num_accepted < step.num_drafted for step in outcomes) or "itself" in name
 
 
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
+def test_one_hot_drafts_leave_nothing_to_chance_given_the_text(made: Made, name: str) -> None:
+    """Under rejection sampling each run has a text of its own, which tells what it accepted."""
+    drafter, params = made.drafter(name, "sampled_match"), made.params("sampled_match")
+    real = play(made.target, drafter, "rejection", K, params, PROMPTS)
+    assert real.texts != made.texts("sampled_match").texts
+    scores = score(made.target, drafter, "rejection", K, params, real.texts)
+    for own, steps in zip(scores, real.steps, strict=True):
+        assert_same(walk(own, K), steps, K)
+
+
 def test_texts_end_in_every_way(made: Made) -> None:
     """The cases above hold texts that EOS, max_tokens and max_model_len ended."""
     played = [text for rule in ("greedy", "sampled_match") for text in made.texts(rule).texts]
