@@ -1,5 +1,6 @@
 """Defaults for drafters: everything but `propose`. Nothing here knows a method."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.protocols import (
@@ -60,6 +61,17 @@ class DrafterBase:
         `runner.rows.scatter_rows` writes one line a place to the places' rows.
         """
         raise NotImplementedError
+
+    def score(self, ctx: DraftContext, fork: Callable[[], None]) -> None:
+        """Run both halves of a step; see `specdec.protocols.ScoringDrafter`.
+
+        Right as it is for a drafter without KV, and for one that splits off its first pass; but
+        never where drafts depend on more than text, features and noise.
+        """
+        if self.capabilities.splits_first_pass:
+            self.first_pass(ctx)
+        fork()
+        self.propose(ctx)
 
     def observe(self, ctx: VerifyContext) -> None:
         """Learn nothing."""

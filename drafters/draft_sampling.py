@@ -202,6 +202,7 @@ class SamplingDrafter(DrafterBase):
             splits_first_pass=True,
             reads_token_table=False,
             offers_confidence=True,
+            can_score=True,
             **capabilities,
         )
 

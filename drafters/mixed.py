@@ -162,6 +162,8 @@ class MixedDrafter(DrafterBase):
             splits_first_pass=all(wants.splits_first_pass for wants in device),
             reads_token_table=any(wants.reads_token_table for wants in device),
             offers_confidence=all(wants.offers_confidence for wants in every),
+            can_score=self.config.policy == "first"
+            and all(wants.can_score and wants.splits_first_pass for wants in every),
             uses_history=self.config.policy == "best" or any(wants.uses_history for wants in every),
         )
 

@@ -56,7 +56,7 @@ class NgramDrafter(DrafterBase):
 
     # The kernel takes a token table in pinned memory as well.
     capabilities = DrafterCapabilities(
-        variable_length=True, splits_first_pass=True, reads_token_table=False
+        variable_length=True, splits_first_pass=True, reads_token_table=False, can_score=True
     )
     config: NgramConfig
 

@@ -43,7 +43,7 @@ class OracleConfig(DrafterConfig):
 class OracleDrafter(DrafterBase):
     """Knows the texts; -1 past their ends and for unknown prompts."""
 
-    capabilities = DrafterCapabilities(variable_length=True, splits_first_pass=True)
+    capabilities = DrafterCapabilities(variable_length=True, splits_first_pass=True, can_score=True)
     config: OracleConfig
 
     def load(self, target: TargetView) -> None:

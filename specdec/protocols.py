@@ -36,8 +36,8 @@ class KVSpec:
 class DrafterCapabilities:
     """What a drafter needs and offers, as data: the runner never asks for a type or a name.
 
-    `variable_length` and `can_score` are not read yet: nothing is scored, and every drafter may
-    return -1.
+    `variable_length` is not read yet: every drafter may return -1. `can_score` says that it is a
+    `ScoringDrafter`.
 
     `aux_layers` are counted from 0, the first decoder layer of the target; what is handed over is
     what a layer gives to the next one, before the norm behind the last.
@@ -234,6 +234,27 @@ class SplitDrafter(Drafter, Protocol):
         alone. A step that also runs prompt tokens is ragged, so there this method runs eager, while
         `propose`, whose tensors have one line a place, is a graph all the same (and is not given
         those fields).
+        """
+        ...
+
+
+class ScoringDrafter(Drafter, Protocol):
+    """A drafter whose capabilities say `can_score`: drafts follow from text, features and noise.
+
+    So what it would propose at every start of a text that is known is found in one pass, and the
+    first k of K drafts are those that it would propose were it asked for k.
+    """
+
+    def score(self, ctx: DraftContext, fork: Callable[[], None]) -> None:
+        """Propose at many starts of one text at once, as a step of its own would at each.
+
+        Args:
+            ctx: each place is a step that committed one token (or the prompt and the token behind
+                it), and its row holds the text up to there. While a pass runs over the tokens of
+                the steps, the rows share the KV of the text: a place writes that of what it
+                committed, and reads what the places before it, or earlier calls, have written.
+            fork: gives each row KV of its own from its last committed position on; to be called
+                once, before the KV of the first draft is written.
         """
         ...
 
