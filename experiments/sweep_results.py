@@ -129,7 +129,7 @@ def render_jobs(rows: Sequence[dict[str, Any]]) -> Table:
     for key in settings:
         # With spaces a long key is folded where its words end.
         name = key.rpartition(".")[2].replace("_", " ")
-        table.add_column(name, overflow="fold", max_width=14)
+        table.add_column(name, min_width=max(map(len, name.split())), max_width=20)
     table.add_column("arm", overflow="fold", min_width=15, max_width=26)
     for name in ("mean accepted length (bonus included)", "accepted, %", "tokens/s", "speed-up"):
         table.add_column(name, justify="right", max_width=17)
