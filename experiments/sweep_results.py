@@ -132,8 +132,8 @@ def render_jobs(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(name, min_width=max(map(len, name.split())), max_width=20)
     table.add_column("arm", overflow="fold", min_width=15, max_width=26)
     for name in ("mean accepted length (bonus included)", "accepted, %", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right", max_width=17)
-    table.add_column("job, s", justify="right")
+        table.add_column(name, justify="right", max_width=9)
+    table.add_column("job, s", justify="right", no_wrap=True)
     for row in rows:
         cells = (
             *(row["job"], *(row[key] for key in settings), row["arm"]),
