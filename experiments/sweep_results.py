@@ -123,7 +123,8 @@ def render_jobs(rows: Sequence[dict[str, Any]]) -> Table:
     Args:
         rows: from `job_rows`, at least one.
     """
-    table = Table(box=box.SIMPLE_HEAD, caption="speed-ups are those within a job")
+    caption = "speed-ups are those within a job"
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, pad_edge=False, collapse_padding=True)
     settings = [key for key in rows[0] if key not in ("job", "arm", "seconds", *_METRICS)]
     table.add_column("job", no_wrap=True)
     for key in settings:
