@@ -123,17 +123,18 @@ def render_jobs(rows: Sequence[dict[str, Any]]) -> Table:
     Args:
         rows: from `job_rows`, at least one.
     """
-    table = Table(box=box.SIMPLE_HEAD, caption="speed-ups are those within a job")
+    caption = "speed-ups are those within a job"
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, pad_edge=False, collapse_padding=True)
     settings = [key for key in rows[0] if key not in ("job", "arm", "seconds", *_METRICS)]
     table.add_column("job", no_wrap=True)
     for key in settings:
         # With spaces a long key is folded where its words end.
         name = key.rpartition(".")[2].replace("_", " ")
-        table.add_column(name, overflow="fold", max_width=14)
+        table.add_column(name, min_width=max(map(len, name.split())), max_width=20)
     table.add_column("arm", overflow="fold", min_width=15, max_width=26)
     for name in ("mean accepted length (bonus included)", "accepted, %", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right", max_width=17)
-    table.add_column("job, s", justify="right")
+        table.add_column(name, justify="right", max_width=9)
+    table.add_column("job, s", justify="right", no_wrap=True)
     for row in rows:
         cells = (
             *(row["job"], *(row[key] for key in settings), row["arm"]),
