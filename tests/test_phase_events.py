@@ -64,7 +64,7 @@ def test_events_split_a_launch_and_change_no_text(target: LoadedTarget, drafter:
     assert (after[["inputs_ms", "target_ms", "verify_ms"]] > 0).all(axis=None)
     # Medians: the machine may be busy with something else in some step.
     typical = after.median()
-    assert (typical["draft_ms"] > 0.01) == (drafter != "none")
+    assert drafter == "none" or typical["draft_ms"] > 0.01
     assert typical["target_ms"] > typical["inputs_ms"]
     assert typical["launch_ms"] < typical[columns].sum()
     total = after[[*columns, "launch_ms", "host_ms"]].sum(axis=1)

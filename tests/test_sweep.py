@@ -16,6 +16,7 @@ from hydra.core.plugins import Plugins
 
 import experiments.sweep as app
 import experiments.sweep_jobs as jobs
+from experiments import overview
 from experiments.cli import CONF_DIR, VERSION_BASE
 from experiments.run import RunResult
 from experiments.schemas import RunConfig, load_config, register_schemas
@@ -55,7 +56,11 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         (path / "summary.csv").write_text("\n".join(lines))
         return RunResult(path, path / "report.html", [], None)
 
+    def build_overview(folder: Path) -> Path:
+        return folder / "overview.html"
+
     monkeypatch.setattr(jobs, "execute", execute)
+    monkeypatch.setattr(overview, "build_overview", build_overview)
     return configs
 
 
