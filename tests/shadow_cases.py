@@ -43,7 +43,7 @@ def drafter_specs(model: Any, folder: Path, sampling: str = "argmax") -> dict[st
     for name, case in (("eagle3", "EAGLE-3"), ("eagle", "EAGLE")):
         specs[name] = {"path": HeadFiles(CASES[case], model, folder / name).path}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
+        torch.manual_seed(5)
         heads = [MedusaHead(size, 1, V) for _ in range(3)]
         save_medusa(folder / "medusa", heads)
         sizes = BlockParallelSizes(size, [0, 2, 4], 2, 4, 2, 16, 64, max_positions=60)
