@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,10 +191,10 @@ def run_trace_bench(config: TraceBenchConfig) -> list[dict[str, Any]]:
     target = _target(device)
     loads: list[tuple[str, Callable[[int], Engine], int]] = [
         ("stub", _stub_engine, MAX_MODEL_LEN),
-        ("model", lambda n: _model_engine(config, target, n), config.max_model_len),
+        ("model", partial(_model_engine, config, target), config.max_model_len),
     ]
     if device.type == "cuda":
-        events = lambda n: _model_engine(config, target, n, phase_events=True)  # noqa: E731
+        events = partial(_model_engine, config, target, phase_events=True)
         loads.append(("events", events, config.max_model_len))
     lines: list[dict[str, Any]] = []
     for load, build, max_model_len in loads:
