@@ -24,6 +24,7 @@ from torch import Tensor
 
 from runner.attention_metadata import AttentionMetadata
 from runner.dispatch import use_triton
+from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 64
@@ -150,7 +151,10 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_begin(PDL)
+    wait_for_predecessor(PDL)
     # The heads of a key lie side by side in memory: programs that run at once should read them.
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
@@ -266,7 +270,10 @@ def _combine_splits_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_begin(PDL)
+    wait_for_predecessor(PDL)
     line = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
@@ -341,6 +348,7 @@ def paged_attention_forward(
             # Not by num_splits: the order of a sum depends on the size of the block.
             BLOCK_S=triton.next_power_of_2(launch.max_splits),
             BLOCK_D=_block_d(head_size),
+            **launch_options(query),
         )
     return out
 
@@ -420,6 +428,7 @@ def _launch_attention(
         BLOCK_D=_block_d(shape.head_size),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **launch_options(query),
     )
 
 

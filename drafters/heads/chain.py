@@ -18,7 +18,6 @@ from drafters.heads.modules import ChainHead, make_head
 from drafters.shipped import SHIPPED, shipped_folder
 from runner.head_inputs import first_head_inputs, next_head_inputs
 from runner.kv_cache import PagedKVCache
-from runner.models.packed_linear import pack_linears
 from specdec.errors import ConfigError
 from specdec.protocols import (
     DraftContext,
@@ -162,8 +161,8 @@ def build_head(checkpoint: HeadCheckpoint, target: TargetView) -> ChainHead:
         head.embed_tokens = None  # a copy of the target's: no memory for it
     if checkpoint.target_ids is not None and not checkpoint.spec.owns_lm_head:
         head.lm_head = target.model.head_of(checkpoint.target_ids)
-    pack_linears(head)
     head.share(embedding.__call__, target.model.compute_logits)
+    head.fuse_kernels(embedding.weight.detach())
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     logger.info("loaded %s head: %.0f M parameters", checkpoint.layout, num_parameters / 1e6)
     return head

@@ -16,6 +16,10 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from runner.attention import ATTENTION_NAME, AttentionMetadata
+from runner.models.fused import FusedAttention, FusedMLP, Norm, as_norm, check_attention, check_mlp
+from runner.models.layers import join_linears
+from runner.models.norm import add_rms_norm, rms_norm
+from runner.models.rope import make_turn_table
 
 # Whose decoder layer a head may have: layer, rotary embedding, norm.
 LAYER_FAMILIES: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
@@ -81,6 +85,19 @@ class ChainHead(nn.Module):
         if spec.owns_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, spec.draft_vocab_size, bias=False)
         self._shared: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
+        self._fused: FusedHead | None = None
+
+    def fuse_kernels(self, embedding: Tensor) -> None:
+        """Run passes by the kernels of a fused target from now on; there are no gradients then.
+
+        Args:
+            embedding: [V, hidden], which stands in where the head has none of its own.
+
+        Raises:
+            UnsupportedError: the layer is none that these kernels compute.
+        """
+        own = self.embed_tokens
+        self._fused = FusedHead(self, embedding if own is None else own.weight.detach())
 
     def share(
         self, embed: Callable[[Tensor], Tensor], compute_logits: Callable[[Tensor], Tensor]
@@ -116,6 +133,8 @@ class ChainHead(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, draft_vocab_size] of what a pass returned, [R, hidden]."""
         hidden = self.output_states(hidden)
+        if self._fused is not None and self._fused.lm_head is not None:
+            return self._fused.lm_head(hidden)
         if self.lm_head is not None:
             return self.lm_head(hidden)
         assert self._shared is not None, "a head without an output head needs the target's"
@@ -146,7 +165,12 @@ class EagleHead(ChainHead):
         self, input_ids: Tensor, positions: Tensor, features: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Run one pass; see `ChainHead.forward`."""
-        hidden = self.fc(torch.cat((self._embed(input_ids), features), dim=-1))[None]
+        fused, joint = self._fused, torch.cat((self._embed(input_ids), features), dim=-1)
+        if fused is not None:
+            hidden = fused.fc(joint)
+            parts = fused.attention(hidden, positions, metadata)
+            return fused.finish(parts, hidden, None)
+        hidden = self.fc(joint)[None]
         turns = self.rotary(hidden, positions[None])
         return self.layer(hidden, position_embeddings=turns, attn_metadata=metadata)[0]
 
@@ -186,12 +210,14 @@ class Eagle3Head(ChainHead):
             outputs = features.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(output) for norm, output in zip(self.fc_norm, outputs, strict=True)]
             features = torch.cat(normed, dim=-1)
-        return self.fc(features)
+        return self.fc(features) if self._fused is None else self._fused.fc(features)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, features: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Run one pass; see `ChainHead.forward`."""
+        if self._fused is not None:
+            return self._forward_fused(self._fused, input_ids, positions, features, metadata)
         layer, features = self.layer, features[None]
         embedded = layer.input_layernorm(self._embed(input_ids))[None]
         normed = layer.hidden_norm(features)
@@ -206,9 +232,76 @@ class Eagle3Head(ChainHead):
         hidden = (hidden + layer.mlp(layer.post_attention_layernorm(hidden)))[0]
         return self.norm(hidden) if self.spec.norm_output else hidden
 
+    def _forward_fused(
+        self,
+        fused: "FusedHead",
+        input_ids: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Run one pass by few kernels; see `ChainHead.forward`."""
+        size, layer = features.shape[1], self.layer
+        joint = features.new_empty((len(features), 2 * size))
+        first, second = as_norm(layer.input_layernorm), as_norm(layer.hidden_norm)
+        embedded, normed = joint[:, :size], joint[:, size:]
+        add_rms_norm(fused.embedding, None, first.weight, first.eps, embedded, None, input_ids)
+        add_rms_norm(features[None], None, second.weight, second.eps, normed)
+        parts = fused.attention(joint, positions, metadata)
+        residual = normed if self.spec.norm_before_residual else features
+        return fused.finish(parts, residual, as_norm(self.norm) if self.spec.norm_output else None)
+
     def output_states(self, hidden: Tensor) -> Tensor:
         """Return what the output head reads; usually the state before this norm is fed back."""
-        return hidden if self.spec.norm_output else self.norm(hidden)
+        if self.spec.norm_output:
+            return hidden
+        if self._fused is None:
+            return self.norm(hidden)
+        norm = as_norm(self.norm)
+        return rms_norm(hidden, norm.weight, norm.eps)
+
+
+class FusedHead:
+    """A head's parts as the kernels of a fused target compute them, over the head's weights.
+
+    Args:
+        head: with its weights, on its device.
+        embedding: [V, hidden] that it reads.
+
+    Raises:
+        UnsupportedError: its layer does not match; nothing was changed.
+    """
+
+    def __init__(self, head: ChainHead, embedding: Tensor) -> None:
+        layer, config = head.layer, head.spec.layer_config
+        check_attention(layer.self_attn)
+        check_mlp(layer.mlp)
+        middle = as_norm(layer.post_attention_layernorm)
+        turns = make_turn_table(head.rotary, config.max_position_embeddings, embedding.dtype)
+        self.embedding, self.middle_norm = embedding, middle
+        self.attention, self.mlp = FusedAttention(layer.self_attn, turns), FusedMLP(layer.mlp)
+        own: Any = head
+        self.fc = join_linears(own, ("fc",))
+        self.lm_head = None if head.lm_head is None else join_linears(own, ("lm_head",))
+
+    def finish(self, parts: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
+        """Run what follows attention: residual, norm, MLP, residual.
+
+        Args:
+            parts: [S, T, hidden] of attention.
+            residual: [T, hidden].
+            norm: of what is returned, None for none.
+
+        Returns:
+            [T, hidden].
+        """
+        middle = self.middle_norm
+        normed = torch.empty_like(parts[0], dtype=residual.dtype)
+        stream = torch.empty_like(normed)
+        add_rms_norm(parts, residual, middle.weight, middle.eps, normed, stream)
+        last = norm or middle  # where none is wanted, the norm is computed for nothing
+        add_rms_norm(self.mlp(normed), stream, last.weight, last.eps, normed, stream)
+        return stream if norm is None else normed
 
 
 def make_head(spec: HeadSpec) -> ChainHead:

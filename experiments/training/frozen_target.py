@@ -96,7 +96,7 @@ class FrozenTarget:
     def __init__(self, target: LoadedTarget) -> None:
         self.loaded = target
         self.model: HFModel = target.model
-        if self.model.num_packed_linears:
+        if self.model.is_packed:
             raise ConfigError(
                 f"a target in {self.model.dtype} on a CPU is packed for serving and cannot be "
                 f"trained on; set fit.dtype=float32"

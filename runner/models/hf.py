@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_metadata
 from runner.kv_cache import PagedKVCache
-from runner.models.packed_linear import pack_linears
+from runner.models.fused import FusedDecoder, fuse_decoder
+from runner.models.layers import stream_linear
+from runner.models.packed_linear import PackedLinear, pack_linears
 from specdec.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -33,13 +35,15 @@ class HFModel:
 
     Args:
         model: causal language model, weights loaded, on its device. It is switched to our
-            attention, and on a CPU its bf16 linear layers are packed: it is ours from then on.
+            attention, what can be fused is fused, and on a CPU its bf16 linear layers are packed:
+            it is ours from then on.
+        fuse: run it by `runner.models.fused` where it matches; the tests compare with False.
 
     Raises:
         UnsupportedError: the architecture cannot be run here; the message says why.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, fuse: bool = True) -> None:
         config: Any = model.config
         refuse_unsound(config)
         self.model = model.eval().requires_grad_(False)
@@ -62,10 +66,31 @@ class HFModel:
         if config.model_type not in PROVEN_FAMILIES:
             reference = _parity_logits(model, self.vocab_size, self.device)
         model.set_attn_implementation(ATTENTION_NAME)
-        self.num_packed_linears = pack_linears(model)
+        # Why it is not fused; None where it is.
+        self.unfused_reason: str | None = "not asked for"
+        self.fused = self._fuse() if fuse else None
+        self.is_packed = pack_linears(model) > 0 or _has_packed(model)
         self.head: Any = model.get_output_embeddings()
+        self._stream = stream_linear(self.head)
         if reference is not None:
             self._check_parity(*reference)
+
+    def _fuse(self) -> FusedDecoder | None:
+        """Fuse the decoder, or say why not."""
+        try:
+            fused = fuse_decoder(self.decoder, self.max_position_embeddings)
+        except UnsupportedError as error:
+            self.unfused_reason = str(error)
+            logger.info("model type %s runs unfused: %s", self.config.model_type, error)
+            return None
+        self.unfused_reason = None
+        logger.info(
+            "model type %s: %d layers fused (QKV, gate and up joined; norm with residual; rotary "
+            "positions with cache writes)",
+            self.config.model_type,
+            len(fused.layers),
+        )
+        return fused
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
         """Allocate a paged KV cache of this model's shape."""
@@ -90,6 +115,8 @@ class HFModel:
         decoder._modules = {**self.decoder._modules, "layers": layers}
         model = copy.copy(self)
         model.decoder, model.layers, model.num_layers = decoder, list(layers), num_layers
+        if self.fused is not None:
+            model.fused = self.fused.first_layers(num_layers)
         return model
 
     @torch.inference_mode()
@@ -109,6 +136,8 @@ class HFModel:
         Returns:
             Hidden states after the last norm, [T, hidden_size].
         """
+        if self.fused is not None:
+            return self.fused.forward(input_ids, positions, attn_metadata)[0]
         output = self.decoder(
             input_ids=input_ids[None],
             position_ids=positions[None],
@@ -137,6 +166,8 @@ class HFModel:
             Hidden states after the last norm, [T, hidden_size], and the outputs of the layers side
             by side in the order given, [T, A * hidden_size], or None where none is wanted.
         """
+        if self.fused is not None:
+            return self.fused.forward(input_ids, positions, attn_metadata, layers)
         if not layers:
             return self.forward(input_ids, positions, attn_metadata), None
         with self._recorded(layers) as outputs:
@@ -164,7 +195,7 @@ class HFModel:
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits [L, V] of hidden states [L, hidden_size]."""
-        return self.head(hidden_states)
+        return self._stream(hidden_states)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """Return a copy of the output head's weights for some tokens, [n, hidden_size].
@@ -231,6 +262,10 @@ class HFModel:
             hidden = self.forward(token_ids[positions], positions, metadata)
             logits.append(self.compute_logits(hidden).float())
         return torch.cat(logits)
+
+
+def _has_packed(model: nn.Module) -> bool:
+    return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def refuse_unsound(config: Any) -> None:

@@ -5,30 +5,42 @@ reads memory at about half the rate of the packed one (benchmarks/README.md has 
 packed weight replaces the plain one, except where the weight is shared with the embedding.
 """
 
+import functools
 import logging
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference over a oneDNN-packed bf16 weight.
+    """A linear layer for inference over a oneDNN-packed bf16 weight.
 
     Args:
-        linear: the layer to take weight and bias from.
+        weight: [N, K].
+        bias: [N], or None.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Return the output as the one part [1, T, N] of a fused model's layer."""
+        return self.forward(x)[None]
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return SiLU(gate) * up of a layer that holds both."""
+        gate, up = self.forward(x).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -41,22 +53,25 @@ def pack_linears(model: nn.Module) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        if type(child) is nn.Linear and can_pack(child.weight)
     ]
-    if not linears or not _can_pack(linears[0][2]):
-        return 0
     for parent, name, child in linears:
-        setattr(parent, name, PackedLinear(child))
+        setattr(parent, name, PackedLinear(child.weight, child.bias))
     return len(linears)
 
 
-def _can_pack(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        return False
+def can_pack(weight: Tensor) -> bool:
+    """Return whether a weight is one that oneDNN packs here."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _packing_works()
+
+
+@functools.cache
+def _packing_works() -> bool:
+    """Try; where oneDNN cannot pack, the reason is logged once."""
+    weight = torch.zeros(16, 32, dtype=torch.bfloat16)
     try:
-        packed = PackedLinear(linear)(torch.zeros(1, linear.in_features, dtype=weight.dtype))
+        packed = PackedLinear(weight, None)(torch.zeros(1, 32, dtype=weight.dtype))
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         logger.warning("linear layers stay unpacked: %s", str(error).splitlines()[0])
         return False
-    return packed.shape == (1, linear.out_features)
+    return packed.shape == (1, 16)

@@ -1,0 +1,347 @@
+"""Measure how linear layers of few rows are computed best, and write what `runner` chooses from.
+
+    python -m experiments.tune_linears --out choices.json                 # the shapes we ship
+    python -m experiments.tune_linears --target my/model                  # those of one model
+
+For each layer and range of tokens the library (cuBLAS) and launches of our kernel are timed in one
+CUDA graph over so many weights that the L2 cache holds none of them, each layer followed by the
+kernel that follows it in a model. Compiling is done first, by several processes. Needs torch,
+triton, transformers and numpy. Without `--out` the file goes to `linears/` of the cache folder.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig
+
+from experiments.bench_attention import measure_read_ceiling
+from experiments.provenance import collect_provenance, shown_command
+from runner.loader import locate, resolve_device, resolve_dtype
+from runner.models.glu import silu_mul
+from runner.models.linear import LinearLaunch, compile_linear, glu_linear, split_linear
+from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, file_name
+from runner.models.norm import add_rms_norm
+from runner.weights import cache_dir
+from specdec.errors import ConfigError, SpecdecError
+
+# Tokens that a range is measured at: what a step of K = 4 has with 1, 4, 8, 32 and 64 requests.
+_MEASURED_AT = {16: 5, 32: 20, 64: 40, 160: 160, 320: 320}
+_MORE_THAN_L2 = 160 * 2**20  # bytes of weights in a graph
+_SHARED_BYTES = 220 * 2**10  # of a multiprocessor
+_REPEATS = 5
+_PREFETCH = (0, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder whose layers are measured."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    draft_vocab: int = 0  # output head of an EAGLE-3 head for it, 0 = none
+
+    def shapes(self) -> list[LinearShape]:
+        """Return the layers: those of the model, then those of its head."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_size
+        found = [
+            LinearShape(qkv, self.hidden),
+            LinearShape(self.hidden, self.heads * self.head_size),
+            LinearShape(self.ffn, self.hidden, glu=True),
+            LinearShape(self.hidden, self.ffn),
+            LinearShape(self.vocab, self.hidden),
+        ]
+        if self.draft_vocab:
+            found.append(LinearShape(qkv, 2 * self.hidden))
+            found.append(LinearShape(self.hidden, 3 * self.hidden))
+            found.append(LinearShape(self.draft_vocab, self.hidden))
+        return found
+
+
+SHIPPED_MODELS = {
+    "llama-8b": ModelShape(4096, 14336, 32, 8, 128, 128256, 32000),
+    "llama-1b": ModelShape(2048, 8192, 32, 8, 64, 128256),
+    "smollm2-135m": ModelShape(576, 1536, 9, 3, 64, 49152, 32000),
+}
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the sizes of a model by name.
+
+    Raises:
+        ConfigError: its config lacks one.
+    """
+    config: Any = AutoConfig.from_pretrained(locate(name), trust_remote_code=False)
+    try:
+        head_size = getattr(config, "head_dim", None)
+        return ModelShape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_size or config.hidden_size // config.num_attention_heads,
+            config.vocab_size,
+            min(32000, config.vocab_size),
+        )
+    except AttributeError as error:
+        raise ConfigError(f"model {name!r} cannot be tuned: {error}") from error
+
+
+def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
+    """Give launches worth trying, before what they prefetch is chosen."""
+    block_t, more_t = {160: (128, 32), 320: (256, 64)}.get(limit, (limit, 0))
+    if shape.glu and limit > 160:
+        return
+    rows = (16, 32, 64) if shape.rows < 2048 else (32, 64, 128) if limit <= 64 else (64, 128)
+    for block_n, block_k, splits in itertools.product(rows, (64, 128, 256), (1, 2, 4, 8)):
+        programs = -(-shape.rows // block_n) * splits
+        steps = -(-shape.columns // block_k)
+        if splits > 1 and (shape.glu or programs > 560 or steps < 4 * splits):
+            continue
+        if programs < (90 if limit <= 160 else 60) and shape.rows * shape.columns > 2**20:
+            continue
+        weights = block_n * block_k * (2 if shape.glu else 1)
+        stage = 2 * (weights + (block_t + more_t) * block_k)
+        num_stages = min(6, steps + 1, _SHARED_BYTES // 2 // stage)
+        if num_stages < 3 and limit > 64:
+            num_stages = min(4, _SHARED_BYTES // stage)
+        if num_stages < 3 or (limit > 64 and block_k > 64):
+            continue
+        num_warps = 8 if block_n * (block_t + more_t) >= 128 * 64 else 4
+        yield LinearLaunch(block_t, block_n, block_k, splits, num_warps, num_stages, 0, more_t)
+
+
+def with_prefetch(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch]:
+    """Return a launch with each amount that it may prefetch."""
+    most = 2 * shape.columns // launch.splits // 16 * 16
+    amounts = sorted({min(amount, most) for amount in _PREFETCH})
+    return [LinearLaunch(**{**asdict(launch), "prefetch": amount}) for amount in amounts]
+
+
+def run_layer(x: Tensor, weight: Tensor, glu: bool, launch: LinearLaunch | None) -> Tensor:
+    """Compute a layer by the library (None) or by a launch; returns parts [S, T, N]."""
+    if launch is None:
+        product = F.linear(x, weight)
+        return (silu_mul(product) if glu else product)[None]
+    if glu:
+        return glu_linear(x, weight, launch)[None]
+    dtype = torch.float32 if launch.splits > 1 else x.dtype
+    return split_linear(x, weight, None, launch, dtype)
+
+
+class LayerTimer:
+    """Times one layer at one number of tokens.
+
+    Args:
+        shape: of the layer.
+        num_tokens: T.
+        dtype: of weight and input.
+        device: a GPU.
+    """
+
+    def __init__(
+        self, shape: LinearShape, num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        rows = shape.rows * (2 if shape.glu else 1)
+        self.num_bytes = rows * shape.columns * dtype.itemsize
+        copies = max(2, min(160, -(-_MORE_THAN_L2 // self.num_bytes)))
+        self.weights = [
+            torch.randn(rows, shape.columns, dtype=dtype, device=device) * 0.02
+            for _ in range(copies)
+        ]
+        self.x = torch.randn(num_tokens, shape.columns, dtype=dtype, device=device)
+        # The kernel behind reads what a norm or an activation would: the parts.
+        self.follows = shape.rows <= 16384
+        like = torch.empty(num_tokens, shape.rows, dtype=dtype, device=device)
+        self._normed, self._residual = torch.empty_like(like), torch.randn_like(like)
+        self._norm_weight = torch.ones(shape.rows, dtype=dtype, device=device)
+
+    def _chain(self, launch: LinearLaunch | None) -> None:
+        for weight in self.weights:
+            parts = run_layer(self.x, weight, self.shape.glu, launch)
+            if self.follows:
+                self._follow(parts)
+
+    def _follow(self, parts: Tensor) -> None:
+        add_rms_norm(parts, self._residual, self._norm_weight, 1e-5, self._normed)
+
+    def time_us(self, launch: LinearLaunch | None) -> float:
+        """Return microseconds of the layer and the kernel behind it."""
+        return _graph_us(lambda: self._chain(launch), len(self.weights))
+
+    def follower_us(self) -> float:
+        """Return microseconds of the kernel behind, over one part."""
+        if not self.follows:
+            return 0.0
+        parts = torch.randn_like(self._residual)[None]
+
+        def run() -> None:
+            for _ in range(50):
+                self._follow(parts)
+
+        return _graph_us(run, 50)
+
+    def error(self, launch: LinearLaunch) -> float:
+        """Return the relative difference between a launch and the library."""
+        expected = run_layer(self.x, self.weights[0], self.shape.glu, None).float().sum(0)
+        given = run_layer(self.x, self.weights[0], self.shape.glu, launch).float().sum(0)
+        return float((given - expected).norm() / expected.norm())
+
+
+def _graph_us(run: Callable[[], None], count: int) -> float:
+    """Return the median microseconds of one of `count` calls in a captured graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return sorted(times)[_REPEATS // 2]
+
+
+def _compile_some(
+    job: tuple[list[tuple[LinearShape, LinearLaunch]], torch.dtype],
+) -> list[tuple[LinearShape, LinearLaunch]]:
+    """Compile launches into Triton's cache; returns those that cannot be built."""
+    failed = []
+    for shape, launch in job[0]:
+        try:
+            compile_linear(shape.rows, shape.columns, shape.glu, launch, job[1])
+        except Exception:  # whatever the compiler raises, the launch is out
+            failed.append((shape, launch))
+    return failed
+
+
+def compile_all(
+    wanted: Sequence[tuple[LinearShape, LinearLaunch]], dtype: torch.dtype, num_processes: int
+) -> set[tuple[LinearShape, LinearLaunch]]:
+    """Compile launches side by side; returns those that cannot be built."""
+    jobs = [(list(wanted[i::num_processes]), dtype) for i in range(num_processes)]
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        return {pair for failed in pool.map(_compile_some, jobs) for pair in failed}
+
+
+def tune_layer(
+    shape: LinearShape,
+    limit: int,
+    launches: Sequence[LinearLaunch],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the line of one layer and range: the choice, and what was measured for it."""
+    timer = LayerTimer(shape, _MEASURED_AT[limit], dtype, device)
+    library = timer.time_us(None)
+    timed: dict[LinearLaunch, float] = {}
+    for launch in launches:
+        if timer.error(launch) < 2e-2:
+            timed[launch] = timer.time_us(launch)
+    fastest = sorted(timed, key=lambda launch: timed[launch])[:2]
+    for launch in [other for one in fastest for other in with_prefetch(one, shape)]:
+        timed[launch] = timer.time_us(launch)
+    best = min(timed, key=lambda launch: timed[launch], default=None)
+    if best is not None and timed[best] >= library:
+        best = None
+    follower = timer.follower_us()
+    return {
+        **asdict(shape),
+        "max_tokens": limit,
+        "launch": None if best is None else asdict(best),
+        "measured_tokens": _MEASURED_AT[limit],
+        "library_us": round(library, 2),
+        "kernel_us": round(min(timed.values()), 2) if timed else None,
+        "follower_us": round(follower, 2),
+        "weight_bytes": timer.num_bytes,
+    }
+
+
+def tune(
+    shapes: Sequence[LinearShape],
+    limits: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    num_processes: int,
+) -> list[dict[str, Any]]:
+    """Return a line for each layer and range of tokens."""
+    wanted = [
+        (shape, launch) for shape in shapes for n in limits for launch in candidates(shape, n)
+    ]
+    started = time.perf_counter()
+    failed = compile_all(wanted, dtype, num_processes)
+    print(f"compiled {len(wanted)} in {time.perf_counter() - started:.0f} s, {len(failed)} failed")
+    lines = []
+    for shape, limit in itertools.product(shapes, limits):
+        launches = [one for one in candidates(shape, limit) if (shape, one) not in failed]
+        line = tune_layer(shape, limit, launches, dtype, device)
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+        torch.cuda.empty_cache()
+    return lines
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description="Choose how linear layers are computed.")
+    parser.add_argument("--out", default=None, help="file; default: linears/ of the cache folder")
+    parser.add_argument("--target", default=None, help="a model's name; default: the shipped ones")
+    parser.add_argument("--limits", default=",".join(map(str, TOKEN_LIMITS)))
+    parser.add_argument("--models", default=",".join(SHIPPED_MODELS), help="of the shipped ones")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--processes", type=int, default=8, help="that compile")
+    arguments = parser.parse_args()
+    try:
+        device = resolve_device(arguments.device)
+        if device.type != "cuda":
+            raise ConfigError(f"device={arguments.device!r} is not allowed; give a GPU")
+        dtype = resolve_dtype(arguments.dtype, device)
+        models = {name: SHIPPED_MODELS[name] for name in arguments.models.split(",")}
+        if arguments.target is not None:
+            models = {arguments.target: model_shape(arguments.target)}
+    except SpecdecError as error:
+        print(error, file=sys.stderr)
+        return 2
+    provenance = collect_provenance(
+        shown_command("experiments.tune_linears", sys.argv[1:]), 0, device, dtype
+    )
+    shapes = list(dict.fromkeys(shape for model in models.values() for shape in model.shapes()))
+    limits = [int(limit) for limit in arguments.limits.split(",")]
+    lines = tune(shapes, limits, dtype, device, arguments.processes)
+    name = torch.cuda.get_device_name(device)
+    path = Path(arguments.out or cache_dir() / "linears" / file_name(name, dtype))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "provenance": provenance,
+        "device": name,
+        "read_tb_s": measure_read_ceiling(device),
+        "choices": lines,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Linear layers of a fused model: one weight, however it is stored and computed.
+
+`StreamedLinear` is a plain weight on any device; which way it is computed follows from the shape
+(`runner.models.linear_choices`). On a CPU in bfloat16 `PackedLinear` takes its place.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.models.glu import silu_mul
+from runner.models.linear import glu_linear, split_linear
+from runner.models.linear_choices import LinearShape, choose_linear
+from runner.models.packed_linear import PackedLinear, can_pack
+
+
+class LinearLayer(Protocol):
+    """A linear layer as the fused model calls it."""
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Return parts [S, T, N] whose sum is the layer's output for x [T, K]."""
+        ...
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return SiLU(gate) * up, [T, N / 2], of a layer that holds both."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the output [T, N]."""
+        ...
+
+
+class StreamedLinear:
+    """A linear layer over a plain weight.
+
+    Args:
+        weight: [N, K], contiguous.
+        bias: [N], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        rows, columns = weight.shape
+        self._shape = LinearShape(rows, columns)
+        self._glu_shape = LinearShape(rows // 2, columns, glu=True)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Return parts [S, T, N]; see `LinearLayer`."""
+        launch = choose_linear(self._shape, len(x), x.dtype, x.device)
+        if launch is None:
+            return F.linear(x, self.weight, self.bias)[None]
+        dtype = torch.float32 if launch.splits > 1 else x.dtype
+        return split_linear(x, self.weight, self.bias, launch, dtype)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return SiLU(gate) * up; see `LinearLayer`."""
+        launch = None
+        if self.bias is None:
+            launch = choose_linear(self._glu_shape, len(x), x.dtype, x.device)
+        if launch is None:
+            return silu_mul(F.linear(x, self.weight, self.bias))
+        return glu_linear(x, self.weight, launch)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the output [T, N]."""
+        parts = self.parts(x)
+        return parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
+
+
+class PackedRows(nn.Module):
+    """Some rows of a packed layer, in the place of the linear layer that they were.
+
+    Nothing of the fused model runs it; it keeps the model of transformers whole.
+
+    Args:
+        packed: the layer that holds the rows.
+        start: the first of them.
+        end: behind the last.
+    """
+
+    def __init__(self, packed: PackedLinear, start: int, end: int) -> None:
+        super().__init__()
+        self._packed, self._rows = (packed,), slice(start, end)  # a tuple: no child of this module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rows of the packed layer's output."""
+        return self._packed[0](x)[..., self._rows]
+
+
+def join_linears(owner: Any, names: Sequence[str]) -> LinearLayer:
+    """Join linear layers over one input into one, in place: there is no second copy of a weight.
+
+    Args:
+        owner: module that has them; its own stay usable, as views of the joint weight.
+        names: of the layers, `nn.Linear` each; all or none have a bias.
+    """
+    linears: list[nn.Linear] = [getattr(owner, name) for name in names]
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    single = len(linears) == 1
+    weight = weights[0].contiguous() if single else torch.cat(weights)
+    bias = None
+    if biases:
+        bias = biases[0].contiguous() if single else torch.cat(biases)
+    ends = [0]
+    for linear in linears:
+        ends.append(ends[-1] + linear.out_features)
+    if can_pack(weight):
+        packed = PackedLinear(weight, bias)
+        for name, start, end in zip(names, ends[:-1], ends[1:], strict=True):
+            setattr(owner, name, packed if single else PackedRows(packed, start, end))
+        return packed
+    for linear, start, end in zip(linears, ends[:-1], ends[1:], strict=True):
+        linear.weight = nn.Parameter(weight[start:end], requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias[start:end], requires_grad=False)
+    return StreamedLinear(weight, bias)
+
+
+def stream_linear(linear: Any) -> Any:
+    """Return what computes a linear layer: its weight streamed, or any other module as it is."""
+    if type(linear) is nn.Linear and linear.weight.is_contiguous():
+        return StreamedLinear(linear.weight, linear.bias)
+    return linear

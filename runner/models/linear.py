@@ -1,0 +1,295 @@
+"""Linear layers for few rows: what a step verifies is a handful of tokens against all weights.
+
+Such a layer takes as long as its weight takes to read, so the kernel streams weight tiles through
+the tensor cores as their *left* operand (64 or more rows of the weight; the tokens are the narrow
+side), and splits the inner dimension over programs until the device is full. Splits are not added
+up here: the kernel behind reads `parts` [S, T, N] and adds them while it does its own work.
+
+Before it waits for its input, a program asks for the first of its weights: they travel to the L2
+cache while the kernel ahead still runs (`runner.pdl`).
+"""
+
+# A launch gives plain integers to parameters annotated tl.constexpr, and options of the compiler.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.dispatch import use_triton
+from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
+
+
+@dataclass(frozen=True)
+class LinearLaunch:
+    """How the kernel is launched.
+
+    Args:
+        block_t: tokens of a program, a power of two from 16 on.
+        block_n: rows of the weight of a program.
+        block_k: columns a step.
+        splits: programs that share the inner dimension.
+        num_warps: of a program.
+        num_stages: steps in flight.
+        prefetch: bytes of each row of the weight that are asked for ahead, a multiple of 16.
+        more_t: tokens behind the first `block_t` that the same program takes; 0 or a power of two.
+    """
+
+    block_t: int
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    prefetch: int = 0
+    more_t: int = 0
+    early: bool = False
+
+
+@triton.jit
+def _prefetch_rows(ptrs, BYTES: tl.constexpr):
+    """Ask for BYTES behind each address to be brought to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [ptrs, tl.full(ptrs.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_x(x_ptr, x_stride, t, num_tokens, k, k_end, EVEN_K: tl.constexpr):
+    """Load [tokens, columns] of the input; what is not there reads as zero."""
+    mask = (t < num_tokens)[:, None]
+    if not EVEN_K:
+        mask = mask & (k < k_end)[None, :]
+    return tl.load(x_ptr + t.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_w(w_ptr, n, n_end, k, k_end, K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """Load [rows, columns] of the weight, each of which is read by one program alone."""
+    ptrs = w_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    if EVEN_N and EVEN_K:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    mask = (n < n_end)[:, None] & (k < k_end)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store(out_ptr, acc, n, n_end, t, num_tokens, line, N: tl.constexpr):
+    """Store acc [rows of the weight, tokens] as [tokens, rows] from `line` on."""
+    offsets = (line + t).to(tl.int64)[None, :] * N + n[:, None]
+    mask = (n < n_end)[:, None] & (t < num_tokens)[None, :]
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_kernel(
+    out_ptr,  # [SPLITS, T, N]; with GLU [T, N]
+    x_ptr,  # [T, K]
+    x_stride,
+    w_ptr,  # [N, K]; with GLU [2 * N, K], the gate's rows first
+    bias_ptr,  # [N], read where HAS_BIAS
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GLU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,  # products of float32 copies, which are the same numbers
+    BLOCK_T: tl.constexpr,
+    MORE_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    EVEN_N: tl.constexpr = N % BLOCK_N == 0
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SPLIT_STEPS: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0 and STEPS % SPLITS == 0
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    t = tl.program_id(2) * (BLOCK_T + MORE_T) + tl.arange(0, BLOCK_T)
+    k_begin = split * SPLIT_STEPS * BLOCK_K
+    k_end = tl.minimum(k_begin + SPLIT_STEPS * BLOCK_K, K)
+    if PDL and PREFETCH > 0:
+        rows = tl.minimum(n, N - 1).to(tl.int64)
+        _prefetch_rows(w_ptr + rows * K + k_begin, PREFETCH)
+        if GLU:
+            _prefetch_rows(w_ptr + (N + rows) * K + k_begin, PREFETCH)
+    if EARLY:
+        let_next_begin(PDL)
+    wait_for_predecessor(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
+    up = acc
+    if MORE_T:
+        t2 = tl.program_id(2) * (BLOCK_T + MORE_T) + BLOCK_T + tl.arange(0, MORE_T)
+        acc2 = tl.zeros([BLOCK_N, MORE_T], dtype=tl.float32)
+        up2 = acc2
+    for step in range(0, SPLIT_STEPS):
+        k = k_begin + step * BLOCK_K + tl.arange(0, BLOCK_K)
+        w = _load_w(w_ptr, n, N, k, k_end, K, EVEN_N, EVEN_K)
+        x = _load_x(x_ptr, x_stride, t, num_tokens, k, k_end, EVEN_K)
+        if MORE_T:
+            x2 = _load_x(x_ptr, x_stride, t2, num_tokens, k, k_end, EVEN_K)
+        if UPCAST:
+            w = w.to(tl.float32)
+            x = x.to(tl.float32)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        if GLU:
+            w_up = _load_w(w_ptr + N * K, n, N, k, k_end, K, EVEN_N, EVEN_K)
+            if UPCAST:
+                w_up = w_up.to(tl.float32)
+            up = tl.dot(w_up, tl.trans(x), up, input_precision="ieee")
+        if MORE_T:
+            if UPCAST:
+                x2 = x2.to(tl.float32)
+            acc2 = tl.dot(w, tl.trans(x2), acc2, input_precision="ieee")
+            if GLU:
+                up2 = tl.dot(w_up, tl.trans(x2), up2, input_precision="ieee")
+    if not EARLY:
+        let_next_begin(PDL)
+    if HAS_BIAS:  # once, however many splits there are
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        bias = tl.where(split == 0, bias, 0.0)[:, None]
+        acc += bias
+        if MORE_T:
+            acc2 += bias
+    if GLU:
+        acc = acc * tl.sigmoid(acc) * up
+        if MORE_T:
+            acc2 = acc2 * tl.sigmoid(acc2) * up2
+    line = split * num_tokens
+    _store(out_ptr, acc, n, N, t, num_tokens, line, N)
+    if MORE_T:
+        _store(out_ptr, acc2, n, N, t2, num_tokens, line, N)
+
+
+def split_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, launch: LinearLaunch, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiply by a weight in parts along the inner dimension, in one launch.
+
+    Args:
+        x: [T, K], dense in the last dimension.
+        weight: [N, K], contiguous.
+        bias: [N], added to the first part.
+        launch: how.
+        out_dtype: of the parts.
+
+    Returns:
+        Parts [launch.splits, T, N], whose sum is x @ weight.T + bias.
+    """
+    if not use_triton(x):
+        return split_linear_ref(x, weight, bias, launch, out_dtype)
+    out = torch.empty((launch.splits, len(x), weight.shape[0]), dtype=out_dtype, device=x.device)
+    _launch(out, x, weight, bias, launch, glu=False)
+    return out
+
+
+def split_linear_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None, launch: LinearLaunch, out_dtype: torch.dtype
+) -> Tensor:
+    """Torch twin of `split_linear`."""
+    steps = -(-weight.shape[1] // launch.block_k)
+    width = -(-steps // launch.splits) * launch.block_k
+    parts = [
+        x[:, i * width : (i + 1) * width].float() @ weight[:, i * width : (i + 1) * width].float().T
+        for i in range(launch.splits)
+    ]
+    if bias is not None:
+        parts[0] = parts[0] + bias.float()
+    return torch.stack(parts).to(out_dtype)
+
+
+def glu_linear(x: Tensor, weight: Tensor, launch: LinearLaunch) -> Tensor:
+    """Multiply by gate and up weights, and gate: SiLU(x @ gate.T) * (x @ up.T), in one launch.
+
+    Args:
+        x: [T, K], dense in the last dimension.
+        weight: [2 * N, K], contiguous, the gate's rows first.
+        launch: how; `splits` is 1.
+
+    Returns:
+        [T, N] in the dtype of `x`.
+    """
+    assert launch.splits == 1, "a product of two sums is not the sum of products"
+    if not use_triton(x):
+        return glu_linear_ref(x, weight, launch)
+    out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    _launch(out, x, weight, None, launch, glu=True)
+    return out
+
+
+def glu_linear_ref(x: Tensor, weight: Tensor, launch: LinearLaunch) -> Tensor:
+    """Torch twin of `glu_linear`."""
+    gate, up = (x.float() @ weight.float().T).chunk(2, dim=1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def compile_linear(
+    rows: int, columns: int, glu: bool, launch: LinearLaunch, dtype: torch.dtype
+) -> None:
+    """Compile a launch for the current device into Triton's cache, and run nothing.
+
+    Args:
+        rows: outputs, of the gate alone where `glu`.
+        columns: inputs.
+        glu: gate and up in one.
+        launch: how.
+        dtype: of weight and input.
+    """
+    out_dtype = torch.float32 if launch.splits > 1 else dtype
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    constants = _constants(rows, columns, launch, glu, has_bias=False, like=like)
+    kinds = (out_dtype, dtype, columns, dtype, dtype, launch.block_t)
+    _linear_kernel.warmup(*kinds, **constants, grid=(1, 1, 1))
+
+
+def _constants(
+    rows: int, columns: int, launch: LinearLaunch, glu: bool, has_bias: bool, like: Tensor
+) -> dict[str, Any]:
+    """Return what is fixed when the kernel is compiled."""
+    return {
+        "N": rows,
+        "K": columns,
+        "SPLITS": launch.splits,
+        "GLU": glu,
+        "HAS_BIAS": has_bias,
+        # The interpreter multiplies the bits of bfloat16 as integers.
+        "UPCAST": not like.is_cuda and like.dtype == torch.bfloat16,
+        "BLOCK_T": launch.block_t,
+        "MORE_T": launch.more_t,
+        "BLOCK_N": launch.block_n,
+        "BLOCK_K": launch.block_k,
+        "PREFETCH": launch.prefetch,
+        "EARLY": launch.early,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        **launch_options(like),
+    }
+
+
+def _launch(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, launch: LinearLaunch, glu: bool
+) -> None:
+    num_rows, width = weight.shape
+    num_rows = num_rows // 2 if glu else num_rows
+    assert x.stride(1) == 1, f"strides {x.stride()}"
+    assert weight.is_contiguous(), f"strides {weight.stride()}"
+    block_t = launch.block_t + launch.more_t
+    grid = (triton.cdiv(num_rows, launch.block_n), launch.splits, triton.cdiv(len(x), block_t))
+    constants = _constants(num_rows, width, launch, glu, bias is not None, x)
+    _linear_kernel[grid](
+        out, x, x.stride(0), weight, x if bias is None else bias, len(x), **constants
+    )

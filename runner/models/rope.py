@@ -1,0 +1,257 @@
+"""What lies between a packed QKV layer and attention, in one kernel.
+
+Adds up the layer's parts, norms the heads where the model does (Qwen3), turns queries and keys by
+their positions, and writes keys and values to the cache.
+
+Source: Su et al. 2021 (RoPE), in the layout whose pairs are half a head apart.
+"""
+
+# A launch gives plain integers to parameters annotated tl.constexpr, and options of the compiler.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from runner.dispatch import use_triton
+from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
+from specdec.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of an attention layer.
+
+    Args:
+        num_heads: of queries.
+        num_kv_heads: of keys and of values.
+        head_size: elements a head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def packed_width(self) -> int:
+        """Return the outputs of the packed layer: queries, keys, values."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm over each head of the queries and of the keys.
+
+    Args:
+        query: [head_size].
+        key: [head_size].
+        eps: of both.
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _turn_heads_kernel(
+    query_ptr,  # [T, NUM_HEADS, D], out
+    key_cache_ptr,  # [num_slots, NUM_KV_HEADS, D], out
+    value_cache_ptr,
+    parts_ptr,  # [PARTS, T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D]
+    turns_ptr,  # [P, 2, D / 2]: cosines, then sines
+    positions_ptr,  # [T] int64
+    slot_mapping_ptr,  # [T] int64, -1 = write no KV
+    query_norm_ptr,  # [D], read where NORMS
+    key_norm_ptr,
+    eps,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORMS: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # of half a head
+    PDL: tl.constexpr,
+):
+    let_next_begin(PDL)
+    wait_for_predecessor(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)  # queries, then keys, then values
+    dtype = query_ptr.dtype.element_ty
+    HALF: tl.constexpr = D // 2
+    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * D
+    d = tl.arange(0, BLOCK_D)
+    mask = d < HALF
+    low = tl.zeros([BLOCK_D], dtype=tl.float32)
+    high = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for part in tl.static_range(PARTS):  # pyright: ignore
+        part_ptrs = parts_ptr + (part * num_tokens + token) * WIDTH + head * D + d
+        low += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
+        high += tl.load(part_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    low = low.to(dtype).to(tl.float32)
+    high = high.to(dtype).to(tl.float32)
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    if not is_value:
+        if NORMS:
+            scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / D + eps)
+            norm_ptr = tl.where(head < NUM_HEADS, query_norm_ptr, key_norm_ptr)
+            low = (low * scale).to(dtype).to(tl.float32)
+            high = (high * scale).to(dtype).to(tl.float32)
+            low *= tl.load(norm_ptr + d, mask=mask, other=0.0).to(tl.float32)
+            high *= tl.load(norm_ptr + HALF + d, mask=mask, other=0.0).to(tl.float32)
+            low = low.to(dtype).to(tl.float32)
+            high = high.to(dtype).to(tl.float32)
+        turn_ptrs = turns_ptr + tl.load(positions_ptr + token) * D + d
+        cos = tl.load(turn_ptrs, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(turn_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+        turned = low * cos - high * sin
+        high = high * cos + low * sin
+        low = turned
+    if head < NUM_HEADS:
+        ptrs = query_ptr + (token * NUM_HEADS + head) * D + d
+        tl.store(ptrs, low.to(dtype), mask=mask)
+        tl.store(ptrs + HALF, high.to(dtype), mask=mask)
+    else:
+        slot = tl.load(slot_mapping_ptr + token)
+        kv_head = head - NUM_HEADS
+        cache_ptr = key_cache_ptr
+        if is_value:
+            kv_head -= NUM_KV_HEADS
+            cache_ptr = value_cache_ptr
+        ptrs = cache_ptr + (slot * NUM_KV_HEADS + kv_head) * D + d
+        if slot >= 0:
+            tl.store(ptrs, low.to(dtype), mask=mask)
+            tl.store(ptrs + HALF, high.to(dtype), mask=mask)
+
+
+def turn_heads(
+    parts: Tensor,
+    shape: HeadShape,
+    turns: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> Tensor:
+    """Make queries of a packed layer's output, and write its keys and values, in one launch.
+
+    Args:
+        parts: [S, T, shape.packed_width], which are added up.
+        shape: of the heads.
+        turns: of `make_turn_table`, [P, 2, head_size / 2].
+        positions: [T] int64.
+        norms: of the heads, or None.
+        slot_mapping: [T] int64, -1 = write nothing.
+        key_cache: [num_slots, num_kv_heads, head_size], contiguous, in/out; its last slot is trash.
+        value_cache: like `key_cache`; both of the queries' dtype.
+
+    Returns:
+        Queries [T, num_heads, head_size].
+    """
+    if not use_triton(parts):
+        return turn_heads_ref(
+            parts, shape, turns, positions, norms, slot_mapping, key_cache, value_cache
+        )
+    num_parts, num_tokens, width = parts.shape
+    assert width == shape.packed_width, f"parts {parts.shape}"
+    assert parts.is_contiguous(), f"strides {parts.stride()}"
+    query = torch.empty(
+        (num_tokens, shape.num_heads, shape.head_size), dtype=key_cache.dtype, device=parts.device
+    )
+    _turn_heads_kernel[(num_tokens, shape.num_heads + 2 * shape.num_kv_heads)](
+        query,
+        key_cache,
+        value_cache,
+        parts,
+        turns,
+        positions,
+        slot_mapping,
+        turns if norms is None else norms.query,
+        turns if norms is None else norms.key,
+        0.0 if norms is None else norms.eps,
+        num_tokens,
+        NUM_HEADS=shape.num_heads,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        D=shape.head_size,
+        PARTS=num_parts,
+        NORMS=norms is not None,
+        BLOCK_D=triton.next_power_of_2(shape.head_size // 2),
+        num_warps=1,
+        **launch_options(parts),
+    )
+    return query
+
+
+def turn_heads_ref(
+    parts: Tensor,
+    shape: HeadShape,
+    turns: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> Tensor:
+    """Torch twin of `turn_heads`; -1 is the last slot, as for any index."""
+    dtype = key_cache.dtype
+    packed = parts[0] if len(parts) == 1 else parts.float().sum(0)
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    heads = packed.to(dtype).view(len(packed), -1, shape.head_size)
+    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    cos_sin = turns[positions]
+    if norms is None:  # turned together: fewer operations
+        turned = _turn(heads[:, : num_heads + num_kv_heads], cos_sin)
+        query, key = turned[:, :num_heads], turned[:, num_heads:]
+    else:
+        query = _turn(_rms_norm(query, norms.query, norms.eps), cos_sin)
+        key = _turn(_rms_norm(key, norms.key, norms.eps), cos_sin)
+    key_cache[slot_mapping] = key
+    value_cache[slot_mapping] = value
+    return query
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def _turn(heads: Tensor, cos_sin: Tensor) -> Tensor:
+    """Turn heads [T, n, D] by cosines and sines [T, 2, D / 2]."""
+    cos, sin = cos_sin[:, :1], cos_sin[:, 1:]
+    low, high = heads.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def make_turn_table(rotary: nn.Module, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """Ask a model's rotary embedding for the turns of all positions, once.
+
+    Args:
+        rotary: module of transformers, on its device.
+        num_positions: from 0 on.
+        dtype: of the table, to which the module rounds.
+
+    Returns:
+        [num_positions, 2, head_size / 2]: cosines, then sines.
+
+    Raises:
+        UnsupportedError: it turns pairs that are not half a head apart.
+    """
+    inv_freq: Any = rotary.inv_freq
+    like = torch.empty(0, dtype=dtype, device=inv_freq.device)
+    chunks = []
+    for positions in torch.arange(num_positions, device=inv_freq.device).split(8192):
+        turns = torch.stack(rotary(like, positions[None]), dim=2)[0]
+        low, high = turns.chunk(2, dim=-1)
+        if not torch.equal(low, high):
+            raise UnsupportedError(
+                f"{type(rotary).__name__} turns other pairs than halves of a head"
+            )
+        chunks.append(low)
+    return torch.cat(chunks).contiguous()

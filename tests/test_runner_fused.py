@@ -1,0 +1,225 @@
+"""The fusion pass: what it matches, what it says of the rest, and parity with the modules."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    PreTrainedModel,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
+
+from runner.attention import single_request_metadata
+from runner.models.fused import fuse_decoder
+from runner.models.hf import HFModel
+from runner.models.layers import PackedRows, StreamedLinear, join_linears
+from runner.models.packed_linear import PackedLinear, can_pack
+from specdec.errors import UnsupportedError
+from tests.models import FAMILIES, SIZES, VOCAB_SIZE, randomized, tiny_model
+
+F32, BF16 = torch.float32, torch.bfloat16
+NUM_TOKENS = 40
+
+
+def token_ids(count: int = NUM_TOKENS) -> Tensor:
+    return torch.randint(VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
+
+
+def reference_logits(model: Any, ids: Tensor) -> Tensor:
+    """Return what transformers computes with its own attention."""
+    with torch.inference_mode():
+        return model(input_ids=ids[None], use_cache=False).logits[0].float()
+
+
+def our_logits(model: HFModel, ids: Tensor, layers: tuple[int, ...] = ()) -> tuple[Tensor, Any]:
+    """Run a text in two passes; returns its logits and what was kept of the layers."""
+    kv = model.make_kv_cache(1, len(ids))
+    logits, kept = [], []
+    for positions in torch.arange(len(ids)).split(len(ids) - 7):
+        metadata = single_request_metadata(kv, positions, int(positions[-1]) + 1)
+        hidden, aux = model.forward_with_layers(ids[positions], positions, metadata, layers)
+        logits.append(model.compute_logits(hidden).float())
+        kept.append(aux)
+    return torch.cat(logits), torch.cat(kept) if layers else None
+
+
+def relative(given: Tensor, expected: Tensor) -> float:
+    return float((given - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestParity:
+    """A fused model is the model."""
+
+    def test_float32(self, family: str) -> None:
+        model, ids = tiny_model(family), token_ids()
+        fused = HFModel(copy.deepcopy(model))
+        assert fused.unfused_reason is None
+        assert relative(our_logits(fused, ids)[0], reference_logits(model, ids)) < 2e-6
+
+    def test_bfloat16(self, family: str) -> None:
+        model: Any = tiny_model(family)
+        ids = token_ids()
+        exact = reference_logits(model, ids)
+        plain = relative(reference_logits(copy.deepcopy(model).to(BF16), ids), exact)
+        fused = relative(our_logits(HFModel(copy.deepcopy(model).to(BF16)), ids)[0], exact)
+        # No further from float32 than transformers' own bfloat16 is, give or take a third.
+        assert fused < 1.33 * plain + 1e-4
+
+    def test_layers_are_kept_in_the_order_asked_for(self, family: str) -> None:
+        model, ids, layers = tiny_model(family), token_ids(), (1, 0, 2, 1)
+        fused, plain = (HFModel(copy.deepcopy(model), fuse=on) for on in (True, False))
+        logits, kept = our_logits(fused, ids, layers)
+        expected_logits, expected = our_logits(plain, ids, layers)
+        assert relative(kept, expected) < 2e-6
+        assert relative(logits, expected_logits) < 2e-6
+
+    def test_first_layers(self, family: str) -> None:
+        model, ids = tiny_model(family), token_ids()
+        fused, plain = (
+            HFModel(copy.deepcopy(model), fuse=on).first_layers(2) for on in (True, False)
+        )
+        assert fused.fused is not None
+        assert len(fused.fused.layers) == 2
+        assert relative(our_logits(fused, ids)[0], our_logits(plain, ids)[0]) < 2e-6
+
+
+def wrongly_scaled(model: HFModel) -> None:
+    assert model.fused is not None
+    model.fused.layers[1].attention.scaling *= 1.02
+
+
+def norms_swapped(model: HFModel) -> None:
+    assert model.fused is not None
+    layer = model.fused.layers[0]
+    layer.input_norm, layer.middle_norm = layer.middle_norm, layer.input_norm
+
+
+@pytest.mark.parametrize("bug", [wrongly_scaled, norms_swapped])
+def test_the_bounds_of_parity_find_a_bug(bug: Any) -> None:
+    model, ids = copy.deepcopy(tiny_model("llama")), token_ids()
+    for name, weight in model.named_parameters():  # norms that differ
+        if "norm" in name:
+            nn.init.uniform_(weight, 0.5, 1.5)
+    fused = HFModel(copy.deepcopy(model))
+    bug(fused)
+    assert relative(our_logits(fused, ids)[0], reference_logits(model, ids)) > 1e-4
+
+
+def with_biases() -> PreTrainedModel:
+    config = LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True})
+    return randomized(lambda: LlamaForCausalLM(config))
+
+
+def test_biases_of_every_layer() -> None:
+    model, ids = with_biases(), token_ids()
+    fused = HFModel(copy.deepcopy(model))
+    assert fused.unfused_reason is None
+    assert relative(our_logits(fused, ids)[0], reference_logits(model, ids)) < 2e-6
+
+
+class Odd(nn.Linear):
+    """A linear layer that is more than one."""
+
+
+def odd_projection(model: Any) -> None:
+    model.model.layers[1].self_attn.k_proj = Odd(64, 32, bias=False)
+
+
+def odd_activation(model: Any) -> None:
+    model.model.layers[2].mlp.act_fn = nn.GELU()
+
+
+def odd_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm = nn.LayerNorm(64)
+
+
+def more_parts(model: Any) -> None:
+    model.model.layers[0].adapter = nn.Linear(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (odd_projection, "k_proj is a Odd"),
+        (odd_activation, "activation of its MLP is GELU"),
+        (odd_norm, "LayerNorm is no RMSNorm"),
+        (more_parts, "a layer has or lacks adapter"),
+    ],
+)
+def test_what_does_not_match_is_named_and_left_whole(change: Any, reason: str) -> None:
+    model: Any = tiny_model("llama")
+    change(model)
+    before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    with pytest.raises(UnsupportedError, match=reason):
+        fuse_decoder(model.get_decoder(), 64)
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize(
+    ("model_cls", "config_cls", "options"),
+    [
+        (Olmo2ForCausalLM, Olmo2Config, {}),
+        (Starcoder2ForCausalLM, Starcoder2Config, {"sliding_window": None}),
+    ],
+)
+def test_another_structure_runs_unfused_and_says_why(
+    model_cls: Any, config_cls: Any, options: dict[str, Any]
+) -> None:
+    config, ids = config_cls(**{**SIZES, **options}), token_ids()
+    model = randomized(lambda: model_cls(config))
+    ours = HFModel(copy.deepcopy(model))
+    assert ours.fused is None
+    assert ours.unfused_reason
+    assert relative(our_logits(ours, ids)[0], reference_logits(model, ids)) < 1e-4
+
+
+def test_weights_are_joined_in_place() -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    fused = HFModel(model)
+    assert fused.fused is not None
+    attention, joint = model.model.layers[0].self_attn, fused.fused.layers[0].attention.qkv
+    assert isinstance(joint, StreamedLinear)
+    memory = joint.weight.untyped_storage()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(attention, name).weight
+        assert weight.untyped_storage().data_ptr() == memory.data_ptr(), f"{name} is a copy"
+    rows = [getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj")]
+    torch.testing.assert_close(torch.cat(rows), joint.weight)
+
+
+@pytest.mark.skipif(
+    not can_pack(torch.zeros(1, 1, dtype=BF16)), reason="oneDNN packs no bfloat16 on this CPU"
+)
+class TestPacked:
+    """bfloat16 on a CPU: one packed layer, and what stands where its parts were."""
+
+    def test_parts_give_their_rows(self) -> None:
+        owner = nn.Module()
+        linears = [nn.Linear(24, rows, bias=True).to(BF16) for rows in (8, 16)]
+        owner.a, owner.b = copy.deepcopy(linears[0]), copy.deepcopy(linears[1])
+        joint = join_linears(owner, ("a", "b"))
+        x = torch.randn(5, 24, dtype=BF16)
+        assert isinstance(joint, PackedLinear)
+        assert isinstance(owner.a, PackedRows)
+        expected = torch.cat([linear(x) for linear in linears], 1)
+        torch.testing.assert_close(joint(x), expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(torch.cat((owner.a(x), owner.b(x)), 1), joint(x))
+
+    def test_no_plain_weight_is_left(self) -> None:
+        tiny: Any = copy.deepcopy(tiny_model("llama"))
+        model = HFModel(tiny.to(BF16))
+        assert model.is_packed
+        left = [
+            name
+            for name, weight in model.model.named_parameters()
+            if weight.dim() == 2 and "embed" not in name
+        ]
+        assert left == []
