@@ -161,13 +161,17 @@ class E2EBench:
             "forwards": [],
             "scale": [],
             "complete": False,
+            "failed": False,
         }
 
-    @property
-    def has_failed(self) -> bool:
-        """Return whether any line ended in an error."""
-        lines = [*self.record["lines"], *self.record["forwards"], *self.record["scale"]]
-        return any(line["status"] == "failed" or line.get("split_reason") for line in lines)
+    def _keep(self) -> None:
+        """Save the record as it is."""
+        record = self.record
+        lines = (*record["lines"], *record["forwards"], *record["scale"])
+        record["failed"] = any(
+            line["status"] == "failed" or bool(line.get("split_reason")) for line in lines
+        )
+        self._save(record)
 
     def run(self) -> dict[str, Any]:
         """Run everything that the time allows; returns the record."""
@@ -175,7 +179,7 @@ class E2EBench:
             torch.manual_seed(0)
             self.record["ceilings"] = measure_ceilings(self.device, self.store.dtype)
             collect(self.device)
-            self._save(self.record)
+            self._keep()
             lines = self.record["lines"]
             for line in lines:
                 self._attempt(line, self._measure)
@@ -192,7 +196,7 @@ class E2EBench:
                 rows = self.record["scale"]
                 run_scale(self.store, models, ceilings, rows, self._why_late)
         self.record["complete"] = True
-        self._save(self.record)
+        self._keep()
         return self.record
 
     def _new_line(self, case: Case) -> dict[str, Any]:
@@ -235,7 +239,7 @@ class E2EBench:
             except Exception as error:  # whatever it is, the other lines still count
                 line |= {"status": "failed", "reason": _said(error)}
             collect(self.device)
-        self._save(self.record)
+        self._keep()
 
     def _measure(self, line: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of a case.
@@ -304,7 +308,7 @@ class E2EBench:
         except Exception as error:  # whatever it is, the line's own figures still count
             line |= {"split": None, "split_reason": _said(error)}
         collect(self.device)
-        self._save(self.record)
+        self._keep()
 
     def _run_forwards(self) -> None:
         """Time the forward of the 8B shape alone."""
@@ -348,11 +352,21 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
+def _finite(value: Any) -> Any:
+    """Return a record with null for what is not a number."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a record at once or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(_finite(record), indent=2, allow_nan=False)
+    part.write_text(text + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
@@ -371,9 +385,7 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def run_e2e_bench(
-    config: E2EBenchConfig, save: Save, provenance: dict[str, Any] | None = None
-) -> tuple[dict[str, Any], bool]:
+def run_e2e_bench(config: E2EBenchConfig, save: Save, provenance: dict[str, Any]) -> dict[str, Any]:
     """Run the bench.
 
     Args:
@@ -382,11 +394,10 @@ def run_e2e_bench(
         provenance: goes into the record.
 
     Returns:
-        The record, and whether any of its lines failed.
+        The record; its "failed" says whether any line ended in an error.
     """
     with tempfile.TemporaryDirectory() as folder:
-        bench = E2EBench(config, provenance or {}, save, Path(folder))
-        return bench.run(), bench.has_failed
+        return E2EBench(config, provenance, save, Path(folder)).run()
 
 
 def _parse() -> dict[str, Any]:
@@ -421,9 +432,9 @@ def _run(out: Path, given: dict[str, Any]) -> int:
         provenance["duration_s"] = round(time.monotonic() - started, 1)
         write_record(out, record)
 
-    record, has_failed = run_e2e_bench(config, save, provenance)
+    record = run_e2e_bench(config, save, provenance)
     print(record_text(record))
-    return int(has_failed)
+    return int(record["failed"])
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """What `bench=e2e` runs: models, drafters and batches, with the aims and a peer's figures.
 
-The peer is vLLM 0.26.0 on one H200 (bf16, temperature 0, prompts of 128 random tokens, 256 tokens of
-output, K = 4, exactly three tokens committed a step by a synthetic sampler). The figures are
+The peer is vLLM 0.26.0 on one H200: bf16, temperature 0, prompts of 128 random tokens, 256 tokens
+of output, K = 4, exactly three tokens committed a step by a synthetic sampler. The figures are
 milliseconds a step, of its newer runner where that takes the drafter, else of its older one (V1).
 Those of the 135M shape are its best repeats, as its host swings; those of 8B are medians. They are
 set beside a line only where the machine is of the same kind.
@@ -25,8 +25,8 @@ class ModelShape:
     """The sizes of a Llama.
 
     Args:
-        vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: as
-            in its config.
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim:
+            as in its config.
         tied: the output head is the embedding.
     """
 
@@ -158,8 +158,9 @@ class Case:
     def peer(self) -> tuple[str, float] | None:
         """Return what the peer's figure is, and its ms a step, where there is one."""
         kind, figures = _PEER.get((self.model, self.drafter), ("", ()))
-        found = dict(zip(_PEER_BATCHES, figures, strict=False)).get(self.batch)
-        return None if found is None else (kind, found)
+        if not figures or self.batch not in _PEER_BATCHES:
+            return None
+        return kind, figures[_PEER_BATCHES.index(self.batch)]
 
     @property
     def num_drafts(self) -> int:

@@ -75,9 +75,7 @@ def _ms(line: Mapping[str, Any] | None) -> float | None:
     return line.get("ms") if line is not None and line.get("status") == "measured" else None
 
 
-def _judge(
-    name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
-) -> Verdict:
+def _judge(name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Verdict:
     old_ms, new_ms = _ms(before), _ms(after)
     if before is None or after is None or old_ms is None or new_ms is None:
         lost = "missing" if old_ms is not None else "new"

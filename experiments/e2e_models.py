@@ -112,7 +112,8 @@ def constant_text(model: HFModel) -> Iterator[None]:
 
     So each n-gram look-up finds a match. What is computed stays as it was.
     """
-    norm: Tensor = model.model.get_decoder().norm.weight
+    decoder: Any = model.model.get_decoder()
+    norm: Tensor = decoder.norm.weight
     kept = norm.detach().clone()
     with torch.no_grad():
         norm.zero_()

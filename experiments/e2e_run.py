@@ -1,4 +1,4 @@
-"""How a case of `bench=e2e` is timed: engines in which nothing joins or leaves, and a forward alone.
+"""How a case of `bench=e2e` is timed: engines in which nothing joins or leaves; a forward alone.
 
 A repeat is a batch of fresh requests that all enter before the first step; what is timed are the
 steps in which every request verifies, from a few behind the prompts on until each has committed the

@@ -1,9 +1,9 @@
 """What scale costs: time and memory of a step as batch, context and K grow, beside their law.
 
-    time    a + law, where law = max(bytes / read rate, operations / rate of a matrix product) of the
-            target, plus the same of the drafter; a is fitted over an axis: the launch, the kernels'
-            own latencies, and the host where the step waits for it. Along K a draft pass has such a
-            latency of its own, so there the fit is a + b * K + law.
+    time    a + law, where law = max(bytes / read rate, operations / rate of a matrix product) of
+            the target, plus the same of the drafter; a is fitted over an axis: the launch, the
+            kernels' own latencies, and the host where the step waits for it. Along K a draft pass
+            has such a latency of its own, so there the fit is a + b * K + law.
     memory  what an engine allocates beside the target: KV caches by formula, the rows' tables
             (`state_bytes`) and the weights of a head. Pools of captured graphs stand apart.
 

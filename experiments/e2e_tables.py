@@ -1,4 +1,4 @@
-"""The lines of `bench=e2e` as text: of a record, of a line while it is measured, of two compared."""
+"""The lines of `bench=e2e` as text: a record, a line while it is measured, two compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
