@@ -452,6 +452,9 @@ def main() -> int:
             print(guard_text(verdicts))
             return int(any(verdict.verdict == "slower" for verdict in verdicts))
         return _run(given.pop("out"), given)
+    except KeyboardInterrupt:
+        print("interrupted; the record holds what was measured", file=sys.stderr)
+        return 130
     except (SpecdecError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -81,7 +81,7 @@ class ShapeSet:
 
 _SMOLLM2 = ModelShape(49152, 576, 1536, 30, 9, 3, 64, True)
 _TINY_8B = ModelShape(256, 64, 96, 5, 4, 2, 16, False)
-_TINY_135M = ModelShape(128, 32, 48, 5, 4, 2, 8, True)
+_TINY_135M = ModelShape(128, 32, 48, 5, 4, 2, 16, True)
 SHAPE_SETS = {
     "full": ShapeSet(
         models={
@@ -98,7 +98,7 @@ SHAPE_SETS = {
     ),
     "tiny": ShapeSet(
         models={"8b": _TINY_8B, "135m": _TINY_135M, "135m_real": _TINY_135M},
-        draft_model=ModelShape(256, 32, 48, 2, 4, 2, 8, True),
+        draft_model=ModelShape(256, 32, 48, 2, 4, 2, 16, True),
         head_rows=64,
         prompt_len=16,
         output_len=40,
