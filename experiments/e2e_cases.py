@@ -57,6 +57,23 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class ScaleAxes:
+    """Along what the cost of scale is measured.
+
+    Args:
+        batches, contexts, drafts: values of the axes.
+        batch: requests along contexts and drafts.
+        num_steps: of a measurement.
+    """
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    drafts: tuple[int, ...]
+    batch: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
 class ShapeSet:
     """The models of a run.
 
@@ -68,6 +85,7 @@ class ShapeSet:
         output_len: tokens that a request commits while it is measured.
         max_model_len: tokens that a request may hold.
         kv_bytes: of the target's KV cache.
+        axes: of the cost of scale.
     """
 
     models: dict[str, ModelShape]
@@ -77,6 +95,7 @@ class ShapeSet:
     output_len: int
     max_model_len: int
     kv_bytes: dict[str, int]
+    axes: ScaleAxes
 
 
 _SMOLLM2 = ModelShape(49152, 576, 1536, 30, 9, 3, 64, True)
@@ -95,6 +114,13 @@ SHAPE_SETS = {
         output_len=256,
         max_model_len=2048,
         kv_bytes={"8b": 6 << 30, "135m": 2 << 30, "135m_real": 2 << 30},
+        axes=ScaleAxes(
+            batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            contexts=(512, 1024, 2048, 4096, 8192, 16384, 32768),
+            drafts=(1, 2, 4, 8, 16),
+            batch=8,
+            num_steps=40,
+        ),
     ),
     "tiny": ShapeSet(
         models={"8b": _TINY_8B, "135m": _TINY_135M, "135m_real": _TINY_135M},
@@ -104,6 +130,7 @@ SHAPE_SETS = {
         output_len=40,
         max_model_len=256,
         kv_bytes={"8b": 4 << 20, "135m": 4 << 20, "135m_real": 4 << 20},
+        axes=ScaleAxes((1, 2), (32, 64), (1, 2, 4), batch=2, num_steps=4),
     ),
 }
 

@@ -103,9 +103,9 @@ def running(
 
 
 def collect(device: torch.device) -> None:
-    """Give memory back."""
-    gc.collect()
+    """Give a GPU's memory back."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -18,19 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.e2e_cases import RATES, Case, ShapeSet
+from experiments.e2e_cases import NUM_DRAFTS, RATES, Case, ShapeSet
 from experiments.e2e_floors import StepCost, head_elements, kv_elements, step_cost
 from experiments.e2e_models import ModelStore, text_of
 from experiments.e2e_run import BLOCK_SIZE, collect, empty, fill, make_load, running, time_repeat
 from specdec.errors import ConfigError
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-DRAFTS = (1, 2, 4, 8, 16)
-TINY_BATCHES, TINY_CONTEXTS, TINY_DRAFTS = (1, 2), (32, 64), (1, 2, 4)
-_AXIS_BATCH = 8  # along context and K
 _CHUNK_TOKENS = 16384  # of prompts, a step
-_NUM_STEPS = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +62,14 @@ class _ScaleCase(Case):
         return 1.0 + min(self.k, 2)
 
 
-def list_points(prompt_len: int, tiny: bool) -> list[Point]:
+def list_points(shapes: ShapeSet) -> list[Point]:
     """Return the rows of all axes."""
-    batches, contexts, drafts = (
-        (TINY_BATCHES, TINY_CONTEXTS, TINY_DRAFTS) if tiny else (BATCHES, CONTEXTS, DRAFTS)
-    )
-    batch = 2 if tiny else _AXIS_BATCH
+    axes, prompt_len = shapes.axes, shapes.prompt_len
     return [
-        *(Point("batch", n, "eagle3", n, prompt_len, 4) for n in batches),
-        *(Point("K eagle3", k, "eagle3", batch, prompt_len, k) for k in drafts),
-        *(Point("K ngram", k, "ngram", batch, prompt_len, k) for k in drafts),
-        *(Point("context", n, "none", batch, n, 0) for n in contexts),
+        *(Point("batch", n, "eagle3", n, prompt_len, NUM_DRAFTS) for n in axes.batches),
+        *(Point("K eagle3", k, "eagle3", axes.batch, prompt_len, k) for k in axes.drafts),
+        *(Point("K ngram", k, "ngram", axes.batch, prompt_len, k) for k in axes.drafts),
+        *(Point("context", n, "none", axes.batch, n, 0) for n in axes.contexts),
     ]
 
 
@@ -145,10 +136,9 @@ def run_scale(
         rows: the record's, appended to.
         allow: given seconds, says why a point that may take so long is left out, or None.
     """
-    tiny = store.device.type != "cuda"
     for model in models:
         seconds = 0.0
-        for point in list_points(store.shapes.prompt_len, tiny):
+        for point in list_points(store.shapes):
             row = {"model": model, **dataclasses.asdict(point), "status": "not run"}
             rows.append(row)
             # A prompt of twice the length takes up to four times as long.
@@ -168,14 +158,15 @@ def run_scale(
 
 def _shapes_of(point: Point, model: str, shapes: ShapeSet, itemsize: int) -> ShapeSet:
     """Return shapes whose lengths and KV cache are those of a point."""
-    growth = (_NUM_STEPS + 24) * (point.num_drafts + 1)
+    num_steps = shapes.axes.num_steps
+    growth = (num_steps + 24) * (point.num_drafts + 1)
     max_len = max(shapes.max_model_len, -(-(point.context + growth) // BLOCK_SIZE) * BLOCK_SIZE)
     token_bytes = kv_elements(shapes.models[model]) * itemsize
     blocks = point.batch * -(-(point.context + growth) // BLOCK_SIZE) + 16
     return dataclasses.replace(
         shapes,
         prompt_len=point.context,
-        output_len=round((_NUM_STEPS + 7) * (1 + min(point.num_drafts, 2))),
+        output_len=round((num_steps + 7) * (1 + min(point.num_drafts, 2))),
         max_model_len=max_len,
         kv_bytes={model: blocks * BLOCK_SIZE * token_bytes},
     )

@@ -158,7 +158,7 @@ def test_a_dry_run_times_the_forward_alone(dry_run: Any) -> None:
 
 def test_a_dry_run_shows_the_cost_of_scale_beside_a_law(dry_run: Any) -> None:
     rows = dry_run[0]["scale"]
-    assert [row["status"] for row in rows] == ["measured"] * len(list_points(16, tiny=True))
+    assert [row["status"] for row in rows] == ["measured"] * len(list_points(TINY))
     for row in rows:
         assert row["expected_ms"] >= row["law_ms"]
         assert row["bytes"] is None  # a CPU does not count them
@@ -234,7 +234,7 @@ def test_rows_set_back_run_the_same_steps_again(store: ModelStore, drafter: str)
 
 
 def test_memory_by_formula_is_what_the_tables_take(store: ModelStore) -> None:
-    point = next(p for p in list_points(16, tiny=True) if p.drafter == "eagle3")
+    point = next(p for p in list_points(TINY) if p.drafter == "eagle3")
     target, drafter = store.target("135m"), store.drafter("135m", "eagle3")
     shape = TINY.models["135m"]
     with running(Case("135m", "eagle3", point.batch), TINY, target, drafter) as engine:
