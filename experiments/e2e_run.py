@@ -314,10 +314,13 @@ def forward_inputs(
     positions = torch.arange(context - query_len, context, device=device)
     slots = blocks[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     ids = torch.arange(num_reqs * query_len, device=device) % model.vocab_size
+    # As wide as the bound, as in an engine; behind the context it names block 0.
+    table = torch.zeros(num_reqs, -(-bound // BLOCK_SIZE), dtype=torch.int32, device=device)
+    table[:, :per_req] = blocks
     ends = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
     metadata = AttentionMetadata(
         kv=kv,
-        block_table=blocks.int(),
+        block_table=table,
         idx_mapping=ends[:-1].clone(),
         query_start_loc=ends * query_len,
         seq_lens=torch.full((num_reqs,), context, dtype=torch.int32, device=device),

@@ -11,7 +11,16 @@ LINE_HEADERS = (
     *("floor", "x floor", "peer", "x peer", "aim", "met"),
 )
 SPLIT_HEADERS = ("case", "inputs", "target", "verify", "draft", "host", "step", "step alone")
-FORWARD_HEADERS = ("forward, requests x tokens", "ms", "range", "floor", "x floor", "aim", "met")
+FORWARD_HEADERS = (
+    "forward, requests x tokens",
+    "ms",
+    "range",
+    "floor",
+    "x floor",
+    "peer",
+    "aim",
+    "met",
+)
 SCALE_HEADERS = (
     *("axis", "value", "model", "drafter", "ms", "expected ms", "MB", "expected MB", "graph MB"),
     "fit",
@@ -74,6 +83,7 @@ def forward_rows(record: Mapping[str, Any]) -> Rows:
             _range(line),
             _number(line["floor_ms"]),
             _number(line["over_floor"], "{:.2f}"),
+            _number(line["peer_over_floor"], "{:g} x floor"),
             _number(line["aim_over_floor"], "{:g} x floor"),
             _met(line),
         ]
