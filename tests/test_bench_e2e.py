@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
 from experiments import bench, bench_e2e, e2e_run
 from experiments.bench_e2e import E2EBenchConfig, read_record, run_e2e_bench
@@ -234,6 +235,69 @@ def test_rows_set_back_run_the_same_steps_again(store: ModelStore, drafter: str)
         assert engine.runner.graphs.launches["step"] > 3
 
 
+class _FakeEvent:
+    """Stands in for a device event; two of them are 10 ms apart."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: object) -> float:
+        return 10.0
+
+
+def test_the_graph_is_launched_over_the_steps_that_were_timed(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, target = Case("135m", "ngram", 2), store.target("135m")
+    load = make_load(case, SMALL, target, 16)
+    with (
+        text_of("ngram", target.model),
+        running(case, SMALL, target, "ngram", graph_scope="step") as engine,
+    ):
+        fill(engine, load)
+        kept, runner = keep_rows(engine), engine.runner
+        for _ in range(5):
+            engine.step()
+        total_len = runner.state.total_len.tensor.clone()
+        assert e2e_run.time_graph(engine, kept, 5) == []  # a CPU
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "Event", _FakeEvent)
+            patch.setattr(runner, "device", torch.device("cuda"))
+            launched: list[Any] = []
+            launch = runner.graphs.launch
+            patch.setattr(runner.graphs, "launch", lambda key: launched.append(key) or launch(key))
+            assert e2e_run.time_graph(engine, kept, 5) == [2.0] * 3
+        assert len(launched) == 15
+        assert {(key.part, key.plain) for key in launched} == {("step", True)}
+        assert torch.equal(runner.state.total_len.tensor, total_len)
+
+
+def test_launches_are_counted_by_step(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, target = Case("135m", "none", 2), store.target("135m")
+    load = make_load(case, SMALL, target, 16)
+    with running(case, SMALL, target, "none", graph_scope="step") as engine:
+        fill(engine, load)
+        assert e2e_run.count_launches(engine) == {"step": 1.0}
+        step = engine.step
+
+        def with_kernels() -> Any:
+            for _ in range(3):
+                knobs.runtime.launch_enter_hook(None)
+            with monkeypatch.context() as inner:
+                inner.setattr(engine.runner, "device", CPU)
+                return step()
+
+        monkeypatch.setattr(engine.runner, "device", torch.device("cuda"))
+        monkeypatch.setattr(engine, "step", with_kernels)
+        assert e2e_run.count_launches(engine) == {"step": 1.0, "kernels outside": 3.0}
+        monkeypatch.undo()
+        assert not knobs.runtime.launch_enter_hook.calls
+
+
 def test_memory_by_formula_is_what_the_tables_take(store: ModelStore) -> None:
     point = next(p for p in list_points(TINY) if p.drafter == "eagle3")
     target, drafter = store.target("135m"), store.drafter("135m", "eagle3")
@@ -337,6 +401,18 @@ def test_real_weights_are_not_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_wrong_options_are_refused(options: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         E2EBenchConfig(**options)
+
+
+def test_full_shapes_without_a_gpu_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_e2e.py", "--out", str(tmp_path / "out.json")])
+    assert bench_e2e.main() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: bench=e2e measures steps on a GPU")
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 _ON_A_BARE_HOST = """
