@@ -28,6 +28,7 @@ from experiments.bench_attention import (
     measure_read_ceiling,
     run_attention_bench,
 )
+from experiments.bench_e2e import E2EBenchConfig, run_e2e_bench, write_record
 from experiments.bench_generate import (
     GenerateBenchConfig,
     run_generate_bench,
@@ -38,6 +39,7 @@ from experiments.bench_sampler import SamplerBenchConfig, sampler_record
 from experiments.bench_step import StepBenchConfig, run_step_bench
 from experiments.bench_tables import (
     attention_tables,
+    e2e_tables,
     generate_tables,
     line_tables,
     sampler_tables,
@@ -49,7 +51,7 @@ from experiments.prompts import Question, builtin_questions, load_questions, sel
 from experiments.provenance import collect_provenance, shown_command, shown_path
 from experiments.schemas import check_known, fillable
 from runner.loader import resolve_device, resolve_dtype
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.log import setup_logging
 
 _TABLE_WIDTH = 120
@@ -180,6 +182,13 @@ def _host(config: HostBenchConfig, files: list[str], folder: Path) -> dict[str, 
     return {"config": dataclasses.asdict(config), "lines": lines}
 
 
+def _e2e(config: E2EBenchConfig, files: list[str], folder: Path) -> dict[str, Any]:
+    # Written after every case, so that what was measured outlasts a kill.
+    record = run_e2e_bench(config, lambda found: write_record(folder / "bench.json", found), {})
+    del record["provenance"]
+    return record
+
+
 BENCHES = {
     "generate": Bench(GenerateBenchConfig, _generate, generate_tables, takes_files=True),
     "attention": Bench(AttentionBenchConfig, _attention, attention_tables),
@@ -189,6 +198,7 @@ BENCHES = {
         TraceBenchConfig, lambda config, *_: {"lines": run_trace_bench(config)}, line_tables
     ),
     "step": Bench(StepBenchConfig, lambda config, *_: run_step_bench(config), step_tables),
+    "e2e": Bench(E2EBenchConfig, _e2e, e2e_tables),
 }
 
 
@@ -238,6 +248,8 @@ def bench_task(cfg: DictConfig) -> None:
     for table in bench.tables(record):
         console.print(table)
     print("record", *targets)
+    if record.get("failed"):
+        raise SpecdecError("some cases failed; the record says which, and why")
 
 
 def plain(value: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from experiments.e2e_tables import left_out, sections
+
 Line = Mapping[str, Any]
 
 
@@ -135,6 +137,21 @@ def sampler_tables(record: Mapping[str, Any]) -> list[Table]:
             *(number(line[name], "{:.2f}") for name in ("seconds_without", "seconds_with")),
         )
     return [table, prompts] if record["prompt_logprobs"] else [table]
+
+
+def e2e_tables(record: Mapping[str, Any]) -> list[Table]:
+    """Return the tables of `bench=e2e`, and what was not measured."""
+    tables = []
+    for title, headers, rows in sections(record):
+        tables.append(_table(title, headers))
+        for row in rows:
+            tables[-1].add_row(*row)
+    missing = left_out(record)
+    if missing:
+        tables.append(_table("not measured", ["line"]))
+        for sentence in missing:
+            tables[-1].add_row(sentence)
+    return tables
 
 
 def line_tables(record: Mapping[str, Any]) -> list[Table]:
