@@ -65,7 +65,7 @@ def write_run(
                     phases = np.array([*[0.0] * 4, phases[:4].sum(), phases[5]])
                 shown = np.where(phases, phases, np.nan) if launches is not None else phases
                 tokens = (k + 1, (k + 1) * (1 if launches is None else 2))
-                steps.append((step, 1, *tokens, kept, *shown, phases.sum(), k, k, arm))
+                steps.append((step, 1, *tokens, kept, *shown, phases.sum(), k, k, 1, arm))
                 made, wall_s = made + kept, wall_s + phases.sum() / 1e3
             timings.append((arm, k, group, category, 1, made, wall_s))
             step += 1
