@@ -11,9 +11,11 @@ a step, whatever becomes of them. For each drafter, graph scope and batch size:
 
 and from a profiled run (which slows every node, so its times stand for themselves only): the idle
 time between the last node of a launch and the first of the next, the gaps between the nodes inside
-a launch, and every runtime call of a step by name. Needs torch, triton, transformers and numpy:
+a launch, and every runtime call of a step by name. Where a launch holds several steps
+(`steps_per_launch`, in scope "step" alone), times are of one step, and what is profiled is of one
+launch. Needs torch, triton, transformers and numpy:
 
-    python -m experiments.bench_step --out step.json
+    python -m experiments.bench_step --out step.json --steps-per-launch 1 2 4 8
 """
 
 import argparse
@@ -80,6 +82,7 @@ class StepBenchConfig:
         prompt_len: tokens of each prompt.
         num_steps: steps timed in scope "step"; a fifth of them in the others, which take long.
         num_profiled: steps under the profiler.
+        steps_per_launch: steps that a launch holds in scope "step"; the others launch one.
     """
 
     name: str = "step"
@@ -93,6 +96,7 @@ class StepBenchConfig:
     prompt_len: int = 128
     num_steps: int = 100
     num_profiled: int = 20
+    steps_per_launch: list[int] = field(default_factory=lambda: [1])
 
     def __post_init__(self) -> None:
         """Check the counts."""
@@ -104,8 +108,11 @@ class StepBenchConfig:
                 f"bench.num_speculative_tokens={self.num_speculative_tokens} is not allowed; "
                 "give >= 0"
             )
-        if min(self.num_reqs, default=1) < 1:
-            raise ConfigError(f"bench.num_reqs={self.num_reqs} is not allowed; give integers >= 1")
+        for name in ("num_reqs", "steps_per_launch"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ConfigError(
+                    f"bench.{name}={getattr(self, name)} is not allowed; give integers >= 1"
+                )
         for name, allowed in (("drafters", DRAFTERS), ("scopes", _SCOPES)):
             for value in getattr(self, name):
                 if value not in allowed:
@@ -125,6 +132,7 @@ class StepBenchConfig:
         """Return tokens a request may hold: what it could grow to while it is measured, or more."""
         graphs = _GRAPH_BLOCKS * _GRAPH_LAUNCHES
         num_steps = _WARM_STEPS + 2 * self.num_steps + self.num_profiled + graphs
+        num_steps += 8 * (max(self.steps_per_launch, default=1) - 1)  # launches are whole, too
         longest = self.prompt_len + num_steps * (self.num_speculative_tokens + 1)
         return max(2048, -(-longest // _BLOCK_SIZE) * _BLOCK_SIZE)
 
@@ -156,14 +164,14 @@ class _TimedEvent:
 
 @contextmanager
 def _running(
-    config: StepBenchConfig, target: LoadedTarget, drafter: Any, scope: str, num_reqs: int
+    config: StepBenchConfig, target: LoadedTarget, drafter: Any, line: dict[str, Any]
 ) -> Iterator[Engine]:
     """Give an engine in which `num_reqs` requests decode and none joins or leaves.
 
     Raises:
         RuntimeError: one left all the same.
     """
-    max_model_len = config.max_model_len
+    max_model_len, num_reqs = config.max_model_len, line["num_reqs"]
     engine = Engine(
         target,
         drafter,
@@ -175,7 +183,8 @@ def _running(
         max_num_batched_tokens=max(2048, num_reqs * config.prompt_len),
         num_kv_blocks=num_reqs * max_model_len // _BLOCK_SIZE + 16,
         block_size=_BLOCK_SIZE,
-        graph_scope=scope,
+        graph_scope=line["scope"],
+        steps_per_launch=line["steps_per_launch"],
         graph_num_reqs=[num_reqs],
     )
     rng = np.random.default_rng(0)
@@ -184,7 +193,7 @@ def _running(
     for i in range(num_reqs):
         prompt = rng.integers(0, TARGET_SHAPE["vocab_size"], config.prompt_len).tolist()
         engine.add_request(str(i), prompt, params)
-    for _ in range(_WARM_STEPS):
+    for _ in range(2 + _launches(engine, _WARM_STEPS - 2)):
         engine.step()
     engine.runner.graphs.launches.clear()
     try:
@@ -199,23 +208,29 @@ def _running(
         torch.cuda.empty_cache()
 
 
+def _launches(engine: Engine, num_steps: int) -> int:
+    """Return how many launches hold so many steps."""
+    return -(-num_steps // engine.steps_per_launch)
+
+
 def _time_steps(engine: Engine, num_steps: int) -> dict[str, float]:
     """Return median wall and host microseconds of a step."""
     ring: Any = engine.runner.outputs
     ring.events = events = [_TimedEvent(event) for event in ring.events]
     walls, hosts = [], []
-    for _ in range(num_steps):
+    for _ in range(_launches(engine, num_steps)):
         waited = sum(event.waited_s for event in events)
         started = time.perf_counter()
         engine.step()
         wall = time.perf_counter() - started
         walls.append(wall)
         hosts.append(wall - (sum(event.waited_s for event in events) - waited))
+    us = 1e6 / engine.steps_per_launch
     return {
-        "step_us": float(np.median(walls)) * 1e6,
-        "host_us": float(np.median(hosts)) * 1e6,
-        "host_us_p10": float(np.quantile(hosts, 0.1)) * 1e6,
-        "host_us_p90": float(np.quantile(hosts, 0.9)) * 1e6,
+        "step_us": float(np.median(walls)) * us,
+        "host_us": float(np.median(hosts)) * us,
+        "host_us_p10": float(np.quantile(hosts, 0.1)) * us,
+        "host_us_p90": float(np.quantile(hosts, 0.9)) * us,
     }
 
 
@@ -227,18 +242,20 @@ def _host_parts(engine: Engine, num_steps: int) -> dict[str, float]:
         (engine.scheduler, "schedule"),
         (engine._planner, "prepare"),
         (runner, "execute_model"),
+        (runner, "execute_steps"),
         (runner.graphs, "launch"),
         (runner.outputs, "end_step"),
+        (runner.outputs, "end_steps"),
         (engine, "_read"),
         (runner.outputs, "read"),
     ):
         _time_calls(owner, name, spent)
     columns: dict[str, list[float]] = {}
-    for _ in range(num_steps):
+    for _ in range(_launches(engine, num_steps)):
         spent.clear()
         engine.step()
         for name, seconds in spent.items():
-            columns.setdefault(name, []).append(seconds * 1e6)
+            columns.setdefault(name, []).append(seconds * 1e6 / engine.steps_per_launch)
     return {name: float(np.median(values)) for name, values in columns.items()}
 
 
@@ -261,7 +278,7 @@ def _profile_steps(engine: Engine, num_steps: int) -> DeviceTrace:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(num_steps):
+        for _ in range(_launches(engine, num_steps)):
             with torch.profiler.record_function("specdec.step"):
                 engine.step()
         torch.cuda.synchronize()
@@ -273,19 +290,20 @@ def _profile_steps(engine: Engine, num_steps: int) -> DeviceTrace:
 
 def _device_us(engine: Engine) -> float | None:
     """Return microseconds of the step's graph launched back to back; the engine ends with it."""
-    runner = engine.runner
-    key = next((key for key in runner.graphs.keys if key.part == "step"), None)
+    runner, per_launch = engine.runner, engine.steps_per_launch
+    keys = (k for k in runner.graphs.keys if k.part == "step" and k.num_steps == per_launch)
+    key, num_launches = next(keys, None), _launches(engine, _GRAPH_LAUNCHES)
     if key is None:
         return None
     times = []
     for _ in range(_GRAPH_BLOCKS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(_GRAPH_LAUNCHES):
+        for _ in range(num_launches):
             runner.graphs.launch(key)
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / _GRAPH_LAUNCHES)
+        times.append(start.elapsed_time(end) * 1e3 / (num_launches * per_launch))
     return float(np.median(times))
 
 
@@ -300,10 +318,11 @@ def bench_steps(
     layers = TARGET_SHAPE["num_hidden_layers"]
     target = LoadedTarget("random-135m", HFModel(random_model(layers, dtype, device)), None)
     lines: list[dict[str, Any]] = [
-        {"drafter": name, "scope": scope, "num_reqs": num_reqs}
+        {"drafter": name, "scope": scope, "num_reqs": num_reqs, "steps_per_launch": steps}
         for name in config.drafters
         for scope in config.scopes
         for num_reqs in config.num_reqs
+        for steps in (config.steps_per_launch if scope == "step" else [1])
     ]
     with tempfile.TemporaryDirectory() as folder:
         k, small = config.num_speculative_tokens, random_model(config.draft_layers, dtype, device)
@@ -311,7 +330,7 @@ def bench_steps(
         for measure in (_measure, _profile):
             for line in lines:
                 drafter = drafters[line["drafter"]]
-                with _running(config, target, drafter, line["scope"], line["num_reqs"]) as engine:
+                with _running(config, target, drafter, line) as engine:
                     line |= measure(engine, config)
     return lines
 
@@ -436,6 +455,7 @@ def _line_text(line: dict[str, Any]) -> str:
     idle = line.get("idle_share", math.nan)
     return (
         f"{line['drafter']:<12} {line['scope']:<6} R={line['num_reqs']:<3} "
+        f"steps a launch {line['steps_per_launch']} "
         f"step {line['step_us']:7.0f} us  host {line['host_us']:6.0f} us  "
         f"device {device_us:7.0f} us  idle {idle:6.1%}  "
         f"kernels launched {line['kernel_launches']:6.1f}  graphs {line['graph_launches']:4.1f}  "
@@ -450,6 +470,7 @@ def main() -> int:
     parser.add_argument("--drafters", nargs="+", default=None)
     parser.add_argument("--scopes", nargs="+", default=None)
     parser.add_argument("--num-reqs", nargs="+", type=int, default=None)
+    parser.add_argument("--steps-per-launch", nargs="+", type=int, default=None)
     given = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
     out: Path = given.pop("out")
     try:

@@ -44,7 +44,7 @@ def step_tables(record: Mapping[str, Any]) -> list[Table]:
     for line in record["lines"]:
         table.add_row(
             line["drafter"],
-            line["scope"],
+            _scope(line),
             str(line["num_reqs"]),
             *(number(line.get(name), "{:.0f}") for name in ("step_us", "host_us", "device_us")),
             number(line.get("idle_share"), "{:.1%}"),
@@ -64,9 +64,15 @@ def step_tables(record: Mapping[str, Any]) -> list[Table]:
     return [*tables, kernels]
 
 
+def _scope(line: Line) -> str:
+    """Return a line's scope, and how many steps a launch of it holds where these are several."""
+    steps = line.get("steps_per_launch", 1)
+    return line["scope"] if steps == 1 else f"{line['scope']} x {steps}"
+
+
 def _runtime_calls(lines: Sequence[Line]) -> Table:
     """Return every runtime call of a step whose scope is `step`, and what should not be there."""
-    headers = [f"{line['drafter']}\nR={line['num_reqs']}" for line in lines]
+    headers = [f"{line['drafter']}\n{_scope(line)}\nR={line['num_reqs']}" for line in lines]
     table = _table("runtime calls per step, scope step (R requests)", ["call", *headers])
     for name in sorted({name for line in lines for name in line["runtime_calls"]}):
         counts = (line["runtime_calls"].get(name, 0.0) for line in lines)

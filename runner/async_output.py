@@ -4,6 +4,7 @@ The outcome goes to the next place of a ring, named by a step counter on the dev
 captured step publishes to another place every time it is replayed. No copy, no second stream: the
 host records one event behind the step, and waits for it when it needs the outcome, after it has
 enqueued the next step. A place is used again only after its outcome was read, which is asserted.
+Steps of one launch have a place each and one event, behind the last of them.
 
 Log-probabilities lie in a ring of their own, written and read only for the places that want them.
 """
@@ -21,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.dispatch import use_triton
+from runner.input_batch import StepPlan
+from runner.step_timer import StepTimer
 from specdec.types import MAX_LOGPROBS
 
 _NUM_COUNTS = 4
@@ -162,6 +165,7 @@ class OutputRing:
         self.events = [torch.cuda.Event() for _ in range(depth)] if on_gpu else []
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._num_enqueued = 0
+        self._num_waited_for = 0  # steps up to the last one whose event was waited for
         self._unread: set[int] = set()
 
     @property
@@ -185,6 +189,18 @@ class OutputRing:
         self._num_enqueued = step
         self._unread.add(step)
         return step % self.depth
+
+    def begin_steps(self, num_steps: int) -> int:
+        """Count steps that are about to be enqueued in one launch; returns the first one's place.
+
+        Raises:
+            RuntimeError: a place still holds an outcome that was not read.
+        """
+        assert num_steps < self.depth, f"{num_steps} steps in a ring of {self.depth} places"
+        place = self.begin_step()
+        for _ in range(num_steps - 1):
+            self.begin_step()
+        return place
 
     def abandon_steps(self) -> None:
         """Forget every step that was not read, one that failed on its way included."""
@@ -210,7 +226,24 @@ class OutputRing:
         step = self._num_enqueued
         if self.events:
             self.events[step % self.depth].record(self._current_stream())
-        return AsyncOutput(self, step, (num_reqs, width), logprob_places, prompts)
+        return AsyncOutput(self, (step, step), (num_reqs, width), logprob_places, prompts)
+
+    def end_steps(
+        self, num_steps: int, num_reqs: int, width: int, logprob_places: np.ndarray | None = None
+    ) -> "list[AsyncOutput]":
+        """Mark the end of a launch of several steps; return handles to their outcomes, in order.
+
+        Args:
+            num_steps: as they were begun.
+            num_reqs, width, logprob_places: see `end_step`.
+        """
+        last = self._num_enqueued
+        if self.events:
+            self.events[last % self.depth].record(self._current_stream())
+        return [
+            AsyncOutput(self, (step, last), (num_reqs, width), logprob_places, ())
+            for step in range(last - num_steps + 1, last + 1)
+        ]
 
     def _current_stream(self) -> "torch.cuda.Stream":
         """Return the current stream: the one of the last step, asked for by its handle alone.
@@ -223,11 +256,19 @@ class OutputRing:
             self._stream = torch.cuda.current_stream(self._stream.device)
         return self._stream
 
-    def read(self, step: int, num_reqs: int, width: int) -> StepOutput:
-        """Wait for a step and copy its outcome out of the ring."""
+    def read(self, step: int, last: int, num_reqs: int, width: int) -> StepOutput:
+        """Wait for a step and copy its outcome out of the ring.
+
+        Args:
+            step: which one.
+            last: the last step of its launch.
+            num_reqs: places that are read.
+            width: tokens of a place.
+        """
         place = step % self.depth
-        if self.events:
-            self.events[place].synchronize()
+        if self.events and last > self._num_waited_for:
+            self.events[last % self.depth].synchronize()
+            self._num_waited_for = last
         written = int(self._lines[place, 0, 0])
         assert written == step, f"the place of step {step} holds the outcome of step {written}"
         self._unread.discard(step)
@@ -246,24 +287,36 @@ class AsyncOutput:
     def __init__(
         self,
         ring: OutputRing,
-        step: int,
+        steps: tuple[int, int],  # its own, and the last one of its launch
         shape: tuple[int, int],
         logprob_places: np.ndarray | None,
         prompts: Sequence[PromptTensor],
     ) -> None:
-        self._ring, self._step, self._shape = ring, step, shape
+        self._ring, self._steps, self._shape = ring, steps, shape
         self._logprob_places, self._prompts = logprob_places, prompts
         self._output: StepOutput | None = None
 
     def wait(self) -> StepOutput:
         """Wait for the step and return its outcome."""
         if self._output is None:
-            output = self._ring.read(self._step, *self._shape)
+            output = self._ring.read(*self._steps, *self._shape)
             places = self._logprob_places
             if places is not None:
-                logprobs = self._ring.read_logprobs(self._step, places, self._shape[1])
+                logprobs = self._ring.read_logprobs(self._steps[0], places, self._shape[1])
                 output = replace(output, logprobs=logprobs, logprob_places=places)
             if self._prompts:
                 output = replace(output, prompts=self._prompts)
             self._output = output
         return self._output
+
+
+@dataclass
+class StepHandle:
+    """A step that was enqueued, or the steps of one launch."""
+
+    plan: StepPlan
+    output: AsyncOutput
+    timer: StepTimer | None  # where it was asked to be timed
+    generations: np.ndarray  # [R] int64, of the rows when the step was enqueued
+    num_computed_tokens: int  # tokens that the target ran in a step, padding included
+    later: tuple[AsyncOutput, ...] = ()  # of the steps behind the first, where a launch holds more

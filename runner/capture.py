@@ -68,12 +68,15 @@ def _capture_shape(
     plan = padding_plan(size, num_verified + 1, False, config.max_model_len, num_drafted)
     runner.execute_model(plan).output.wait()
     functions = runner.graph_functions(size, num_verified, num_drafted, plain)
-    for part, key in keys.items():
+    captured = [(key, functions[part]) for part, key in keys.items()]
+    if config.steps_per_launch > 1 and "step" in keys and num_verified == num_drafted:
+        captured.append(runner.repeated_step(keys["step"]))
+    for key, function in captured:
         if key in graphs:
             continue
         try:
             with torch.inference_mode(), runner.on_device():
-                graphs.capture(key, functions[part])
+                graphs.capture(key, function)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the graph of {size} requests does not fit the device's memory beside "
@@ -83,7 +86,7 @@ def _capture_shape(
         except Exception as error:  # whatever a plug-in's code raises, the reason is shown
             reason = " ".join(str(error).split())[:200]
             raise UnsupportedError(
-                f"part {part!r} of a step with drafter {type(runner.drafter).__name__} cannot be "
-                f"captured in a CUDA graph ({reason}); set graph_safe=False in the drafter's "
+                f"part {key.part!r} of a step with drafter {type(runner.drafter).__name__} cannot "
+                f"be captured in a CUDA graph ({reason}); set graph_safe=False in the drafter's "
                 f"capabilities, or graph_scope='none'"
             ) from error

@@ -13,6 +13,9 @@ verifies the same number of positions, these parts can be captured:
               ran, so a step that also runs prompt tokens launches this graph after an eager first
               pass
 
+A step that repeats itself (`steps_per_launch`) is captured once more, as many times over: every
+repetition reads the state that the one before has left.
+
 All graphs share one memory pool: they run one after another in one stream, and what one leaves for
 the next step lies in state tensors outside. Shapes are captured from the largest on, so that the
 smaller ones fit into the pool that is there.
@@ -45,6 +48,12 @@ class GraphKey:
     num_verified: int  # drafts verified by each request
     num_drafted: int  # drafts proposed for each request
     plain: bool = False  # captured without logits processors and log-probabilities
+    num_steps: int = 1  # repetitions of the part "step"
+
+    @property
+    def label(self) -> str:
+        """Return what launches are counted by: the part, and how many steps it holds."""
+        return self.part if self.num_steps == 1 else f"{self.part} x {self.num_steps}"
 
     @classmethod
     def of(
@@ -74,6 +83,7 @@ class CaptureCost:
 
 @dataclass
 class _Captured:
+    label: str  # see GraphKey
     replay: Callable[[], None]
     outputs: Any
 
@@ -133,9 +143,9 @@ class CUDAGraphManager:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 outputs = function()
-            self._captured[key] = _Captured(graph.replay, outputs)
+            self._captured[key] = _Captured(key.label, graph.replay, outputs)
         else:
-            self._captured[key] = captured = _Captured(lambda: None, None)
+            self._captured[key] = captured = _Captured(key.label, lambda: None, None)
 
             def replay() -> None:
                 captured.outputs = function()
@@ -159,7 +169,7 @@ class CUDAGraphManager:
         """Launch a captured part; returns what its function returned, at the same addresses."""
         captured = self._captured[key]
         captured.replay()
-        self.launches[key.part] += 1
+        self.launches[captured.label] += 1
         return captured.outputs
 
     def count_eager(self, part: Part, reason: str) -> None:
@@ -168,7 +178,7 @@ class CUDAGraphManager:
 
     def log_cost(self) -> None:
         """Log what was captured, its memory and its time."""
-        parts = Counter(key.part for key in self._captured)
+        parts = Counter(key.label for key in self._captured)
         logger.info(
             "%s %s for %s requests and %s drafts: %.1f MiB, %.1f s",
             "captured" if self._on_gpu else "fixed shapes, no graphs on a CPU:",

@@ -5,6 +5,7 @@ and the KV cache gets what is left. On a CPU it gets what all rows could need, a
 are mapped only when they are first written.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from specdec.errors import CapacityError
 
 if TYPE_CHECKING:
     from runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 _CPU_LIMIT_BYTES = 2 * 2**30
 _GPU_FRACTION = 0.9  # of the device's memory, for weights, activations and KV together
@@ -62,3 +65,17 @@ def _profile_gpu(runner: "ModelRunner") -> int:
     # larger than the largest step: it is needed once more.
     graphs = peak - kept if config.graph_scope != "none" else 0
     return int(total * _GPU_FRACTION) - others - peak - graphs
+
+
+def log_memory(runner: "ModelRunner") -> None:
+    """Log what the caches, the drafter and the token table take."""
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB; drafter state: %d bytes; token table: "
+        "%.1f MiB of %s memory",
+        runner.num_kv_blocks,
+        runner.config.block_size,
+        sum(kv.num_bytes for kv in runner.kv_caches) / 2**30,
+        runner.drafter.state_bytes(),
+        runner.state.all_token_ids.tensor.nbytes / 2**20,
+        "pinned host" if runner.config.token_table == "pinned" else "device",
+    )

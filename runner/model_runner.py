@@ -10,23 +10,23 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from runner.async_output import AsyncOutput, OutputRing, PromptTensor, StepTensors
+from runner.async_output import OutputRing, PromptTensor, StepHandle, StepTensors
 from runner.buffers import StagedTables
 from runner.capture import capture_graphs
+from runner.config import RunnerConfig
 from runner.cuda_graphs import CUDAGraphManager, GraphKey, Part, capture_sizes
 from runner.features import Features, FixedInputs
 from runner.input_batch import InputBatch, InputBuffers, StepPlan
 from runner.kv_cache import PagedKVCache
-from runner.memory import choose_num_kv_blocks
+from runner.memory import choose_num_kv_blocks, log_memory
 from runner.models.hf import HFModel
+from runner.row_ends import RowEnds
 from runner.states import NewRow, RequestState
 from runner.step import SamplerProtocol, Step
 from runner.step_timer import StepTimer
@@ -34,36 +34,6 @@ from specdec.checks import check_lengths_of, check_wants
 from specdec.protocols import DraftBuffers, DraftContext, Drafter, TargetView
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunnerConfig:
-    """Sizes of the runner, and how it launches; `specdec.config.EngineConfig` says what is what."""
-
-    max_num_reqs: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    num_speculative_tokens: int
-    num_kv_blocks: int | None  # None: as many as the device's memory allows
-    block_size: int
-    max_steps_in_flight: int = 1
-    graph_scope: str = "none"  # "step", "draft" or "none"
-    graph_num_reqs: list[int] | None = None
-    token_table: str = "device"
-    draft_choices: tuple[int, ...] | None = None  # drafts that a step may propose; None: always K
-    confidence_threshold: float | None = None  # see runner.confidence
-    phase_events: bool = False  # mark the phases inside graphs of whole steps
-
-
-@dataclass
-class StepHandle:
-    """A step that was enqueued."""
-
-    plan: StepPlan
-    output: AsyncOutput
-    timer: StepTimer | None  # where the step was asked to be timed
-    generations: np.ndarray  # [R] int64, of the rows when the step was enqueued
-    num_computed_tokens: int  # tokens that the target ran, padding included
 
 
 class _Dispatch(NamedTuple):
@@ -117,12 +87,14 @@ class ModelRunner:
             largest = max(own[-1] for own in sizes.values())
             max_tokens = max(max_tokens, *(own[-1] * (v + 1) for v, own in sizes.items()))
         self.buffers = InputBuffers(max_reqs, max_tokens, max_reqs * (k + 1), device)
-        # One place more than there are steps in flight: the host fills it while they run.
-        depth = config.max_steps_in_flight + 1
+        # One launch more than there are in flight: the host fills its places while they run.
+        depth = (config.max_steps_in_flight + 1) * config.steps_per_launch
         self.outputs = OutputRing(depth, max_reqs, k + 1, device)
-        self._tables = StagedTables(
-            [*self.state.tables, *sampler.tables, self.buffers.columns], device, depth
-        )
+        self._row_ends = RowEnds(max_reqs, device) if config.steps_per_launch > 1 else None
+        tables = [*self.state.tables, *sampler.tables, self.buffers.columns]
+        if self._row_ends is not None:
+            tables.append(self._row_ends.end_token_ids)
+        self._tables = StagedTables(tables, device, depth)
         self._last_dispatch: tuple[StepPlan, _Dispatch] | None = None
         self._load_drafter(tokenizer)
         self.num_kv_blocks = config.num_kv_blocks or 1
@@ -132,6 +104,7 @@ class ModelRunner:
         self._step = Step(
             target, sampler, drafter, self.state, self.kv, self.outputs, self.draft_logits
         )
+        self._step.row_ends = self._row_ends
         if self.draft_confidence is not None:
             self._step.confidence = self.draft_confidence, config.confidence_threshold or 0.0
         if config.num_kv_blocks is None:
@@ -139,7 +112,7 @@ class ModelRunner:
             for kv in self.kv_caches:
                 kv.resize(self.num_kv_blocks)
             self._bind_drafter()  # again: these addresses stay
-        self._log_memory()
+        log_memory(self)
         capture_graphs(self)
 
     def _load_drafter(self, tokenizer: Any | None) -> None:
@@ -172,18 +145,6 @@ class ModelRunner:
     def kv_caches(self) -> list[PagedKVCache]:
         """Return the target's cache and, where it has one, the drafter's."""
         return [self.kv] if self.draft_kv is None else [self.kv, self.draft_kv]
-
-    def _log_memory(self) -> None:
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB; drafter state: %d bytes; token table: "
-            "%.1f MiB of %s memory",
-            self.num_kv_blocks,
-            self.config.block_size,
-            sum(kv.num_bytes for kv in self.kv_caches) / 2**30,
-            self.drafter.state_bytes(),
-            self.state.all_token_ids.tensor.nbytes / 2**20,
-            "pinned host" if self.config.token_table == "pinned" else "device",
-        )
 
     def _allocate_for_drafter(self, largest: int) -> None:
         """Allocate what the drafter asks for, once `load` has set what that is.
@@ -260,6 +221,21 @@ class ModelRunner:
             "propose": partial(step.propose, batch, outcome, num_drafted),
         }
 
+    def repeated_step(self, key: GraphKey) -> tuple[GraphKey, Callable[[], Any]]:
+        """Return the key of `steps_per_launch` steps in one launch, and what that runs."""
+        num_steps = self.config.steps_per_launch
+        batch = self._fixed_batch(key.num_reqs, key.num_verified, key.plain)
+        function = partial(self._step.run_repeatedly, batch, key.num_drafted, num_steps)
+        return dataclasses.replace(key, num_steps=num_steps), function
+
+    def can_repeat(self, num_reqs: int, num_drafted: int) -> bool:
+        """Return whether a uniform step that verifies what it drafts can be launched repeatedly."""
+        places, num_steps = self.graphs.padded(num_reqs, num_drafted), self.config.steps_per_launch
+        if places is None:
+            return False
+        key = GraphKey("step", places, num_drafted, num_drafted, num_steps=num_steps)
+        return key in self.graphs
+
     def _fixed_batch(self, size: int, num_verified: int, plain: bool = False) -> InputBatch:
         """Return the views of a uniform step of `size` places."""
         key = size, num_verified, plain
@@ -277,6 +253,8 @@ class ModelRunner:
     def add_request(self, new: NewRow, params: Any, seed: int, sample_index: int = 0) -> int:
         """Give a request a row and tell sampler and drafter; returns the row."""
         row = self.state.add_request(new)
+        if self._row_ends is not None:
+            self._row_ends.add_request(row, new.end_token_ids)
         self.sampler.add_request(row, params, seed, sample_index, new)
         self.sampler.logprobs.prompts.add_request(row, new)
         with torch.inference_mode(), self.on_device():
@@ -325,6 +303,38 @@ class ModelRunner:
             output = self.outputs.end_step(plan.num_reqs, width, places, prompts)
         generations = self.state.generation_np[plan.rows_np]
         return StepHandle(plan, output, timer, generations, num_tokens)
+
+    def execute_steps(self, plan: StepPlan, num_steps: int, timed: bool = False) -> StepHandle:
+        """Enqueue steps that are alike in one launch, and return a handle to their outcomes.
+
+        Args:
+            plan: of each of them: no request joins or leaves, every one verifies as many drafts as
+                it proposes, and `can_repeat` says yes.
+            num_steps: `steps_per_launch`.
+            timed: measure the launch.
+
+        After an exception nothing is known of the steps in flight: call `abandon_steps`.
+        """
+        with torch.inference_mode(), self.on_device():
+            ring_place = self.outputs.begin_steps(num_steps)
+            timer = StepTimer(self.device.type == "cuda") if timed else None
+            num_places, num_verified, num_drafted, plain = self._dispatch(plan)
+            assert num_places is not None, f"{plan.num_reqs} requests"
+            assert num_verified is not None, "a step that is not uniform"
+            assert num_verified == num_drafted, f"{num_verified} verified, {num_drafted} drafted"
+            self.buffers.stage(plan, num_places, num_verified + 1)
+            self._tables.apply(ring_place)
+            self.sampler.prepare_rows(self._state_view)
+            key = GraphKey.of("step", num_places, num_verified, num_drafted, plain)
+            self.graphs.launch(dataclasses.replace(key, num_steps=num_steps))
+            if timer is not None:
+                timer.end("step")
+            places = self.sampler.logprobs.places(plan.rows_np)
+            shape = plan.num_reqs, num_verified + 1
+            output, *later = self.outputs.end_steps(num_steps, *shape, places)
+        generations = self.state.generation_np[plan.rows_np]
+        num_tokens = num_places * (num_verified + 1)
+        return StepHandle(plan, output, timer, generations, num_tokens, tuple(later))
 
     def _execute(
         self, plan: StepPlan, ring_place: int, timer: StepTimer | None

@@ -5,7 +5,7 @@ resumed request is added again with all its tokens. Every row has a generation c
 output that was enqueued for an earlier owner is recognised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ class NewRow:
     # Most likely tokens to name beside each of the prompt's; None = no log-probabilities of it.
     num_prompt_logprobs: int | None = None
     num_prompt_done: int = 1  # prompt tokens whose log-probabilities were delivered (first: none)
+    end_token_ids: Collection[int] = ()  # EOS and stop tokens that end its text
 
 
 class RequestState:
@@ -65,8 +66,9 @@ class RequestState:
         # [N], written by the CPU only.
         self.prompt_len = staged(max_num_reqs)
         self.prefill_len = staged(max_num_reqs)
-        self.max_total_len = staged(max_num_reqs)
         self.draft_budget = staged(max_num_reqs)
+        # [N], written by the CPU; runner.row_ends lowers it where a text has ended.
+        self.max_total_len = staged(max_num_reqs)
         # [N], initialised by the CPU, advanced by the device.
         self.total_len = staged(max_num_reqs)
         self.num_computed_tokens = staged(max_num_reqs)

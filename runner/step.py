@@ -24,6 +24,7 @@ from runner.kv_cache import PagedKVCache
 from runner.models.hf import HFModel
 from runner.postprocess import clear_drafts, limit_drafts, post_update
 from runner.prepare import prepare_inputs
+from runner.row_ends import RowEnds, end_rows
 from runner.states import NewRow, RequestState
 from runner.step_timer import StepTimer
 from specdec.protocols import (
@@ -134,6 +135,8 @@ class Step:
         self._noise = sampler.noise(state.total_len.tensor)
         # [N, K] float32 and the threshold of `runner.confidence`, where drafts are cut by it.
         self.confidence: tuple[Tensor, float] | None = None
+        # Ends rows on the device, where launches of several steps may follow.
+        self.row_ends: RowEnds | None = None
 
     def adopt_drafts(self, batch: InputBatch) -> None:
         """Take what the host staged as the step's drafts, where the drafter runs there."""
@@ -186,6 +189,14 @@ class Step:
         post_update(
             batch, self.state, outcome.sampled_tokens, outcome.num_sampled, outcome.num_rejected
         )
+        if self.row_ends is not None:
+            end_rows(
+                batch.idx_mapping,
+                outcome.sampled_tokens,
+                outcome.num_sampled,
+                self.row_ends.end_token_ids.tensor,
+                self.state,
+            )
         self.sampler.commit(batch, self._state_view, outcome.sampled_tokens, outcome.num_sampled)
         self.sampler.logprobs.write(logits, sampled.processed_logits, batch, outcome, self.outputs)
         _mark(timer, "verify")
@@ -273,6 +284,21 @@ class Step:
             self.run_drafter(batch, features, outcome, num_drafts)
         _mark(timer, "draft")
         self.publish(outcome)
+
+    def run_repeatedly(self, batch: InputBatch, num_drafts: int, num_steps: int) -> None:
+        """Run a step of a fixed shape some times over, for places that stay as they are.
+
+        No column of the plan depends on the step: lengths, positions and drafts come from state,
+        blocks were handed out for all of them, and a row that reaches its end commits nothing more.
+
+        Args:
+            batch: its fixed views; it verifies as many drafts as it proposes.
+            num_drafts: how many to propose.
+            num_steps: repetitions.
+        """
+        assert batch.max_query_len == num_drafts + 1, f"{batch.max_query_len} tokens a place"
+        for _ in range(num_steps):
+            self.run(batch, num_drafts)
 
     def _draft_context(
         self, batch: InputBatch, features: Features, outcome: StepTensors, num_drafts: int

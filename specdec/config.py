@@ -30,7 +30,14 @@ class EngineConfig:
         block_size: tokens a KV block.
         max_steps_in_flight: steps enqueued before an outcome is read; None takes 2 on a GPU, 1 on a
             CPU (where nothing can overlap, and the drafts are known before a step is scheduled) and
-            where the drafter runs on the host.
+            where the drafter runs on the host. With steps_per_launch it counts launches.
+        steps_per_launch: steps that one launch holds while the batch stays as it is; needs
+            graph_scope "step". Where a request runs prompt tokens, waits and could be admitted, or
+            needs the host in every step (structured output), where KV blocks are short, and where
+            no request can use the last of the steps, a launch holds one. Texts do not depend on
+            it; what they wait for does: an arrival, an abort and the tokens of a step wait for the
+            launches that were enqueued, up to max_steps_in_flight times so many steps, and a
+            request that ends early in a launch keeps its row until that launch was read.
         graph_scope: what of a uniform step is one CUDA graph: "step" all of it, "draft" the
             drafter's passes, "none" nothing; "auto" takes "step" on a GPU and "none" on a CPU. A
             CPU has no graphs: there the fixed shapes of the scope are run as they are.
@@ -57,6 +64,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     block_size: int = 16
     max_steps_in_flight: int | None = None
+    steps_per_launch: int = 1
     graph_scope: str = "auto"
     graph_num_reqs: list[int] | None = None
     token_table: str = "device"
@@ -78,6 +86,7 @@ class EngineConfig:
             ("num_kv_blocks", 1),
             ("block_size", 1),
             ("max_steps_in_flight", 1),
+            ("steps_per_launch", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -96,6 +105,11 @@ class EngineConfig:
             raise ConfigError(
                 f"max_steps_in_flight={self.max_steps_in_flight} does not go with phase_events: a "
                 "graph's events are read before it is launched again; set it to 1, or leave it out"
+            )
+        if self.phase_events and self.steps_per_launch > 1:
+            raise ConfigError(
+                f"steps_per_launch={self.steps_per_launch} does not go with phase_events: the "
+                "events of a graph mark one step; set it to 1, or leave phase_events out"
             )
         sizes = self.graph_num_reqs
         if sizes is not None and (sizes != sorted(set(sizes)) or not sizes or sizes[0] < 1):

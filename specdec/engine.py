@@ -4,7 +4,6 @@ A step reads: schedule -> prepare -> forward -> verify -> commit -> propose. The
 enqueued by `runner.model_runner`; outcomes are read `max_steps_in_flight - 1` steps later.
 """
 
-import itertools
 import logging
 import time
 from collections import deque
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from runner.async_output import StepHandle, StepOutput
+from runner.config import RunnerConfig
 from runner.loader import (
     LoadedTarget,
     eos_token_ids,
@@ -22,7 +23,7 @@ from runner.loader import (
     resolve_device,
     resolve_dtype,
 )
-from runner.model_runner import ModelRunner, RunnerConfig, StepHandle
+from runner.model_runner import ModelRunner
 from sampler.processors.builtin import make_processors
 from sampler.processors.chain import ProcessorChain
 from sampler.processors.grammar import GrammarMasks
@@ -39,6 +40,7 @@ from specdec.grammar_steps import GrammarSteps
 from specdec.host_drafts import HostDrafts, steps_in_flight
 from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
+from specdec.launches import steps_per_launch
 from specdec.outcomes import Outcomes, trace_outcomes
 from specdec.planning import Planner
 from specdec.protocols import ProcessorSetup
@@ -55,12 +57,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _InFlight:
-    """A step whose outcome was not read yet."""
+    """A launch whose outcomes were not read yet: a step, or several that are alike."""
 
     handle: StepHandle
     scheduled: ScheduledStep
-    step: int
+    step: int  # the next one that is read
     started: float
+    num_steps: int
+    seconds: float = 0.0  # of a step, once the first was read
 
 
 class Engine:
@@ -145,6 +149,9 @@ class Engine:
         self.graph_scope: str = config.graph_scope
         if self.graph_scope == "auto":
             self.graph_scope = "step" if on_gpu else "none"
+        self.steps_per_launch = steps_per_launch(
+            config, self.graph_scope, self.drafter, self.draft_length, self.num_speculative_tokens
+        )
         # On a GPU every scope computes the same shapes, so that their texts are the same.
         uniform_verify = on_gpu or self.graph_scope in ("step", "draft")
         self._sampler = self._make_sampler(max_num_reqs, target)
@@ -185,7 +192,7 @@ class Engine:
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._pending: list[Increment] = []
-        self._steps = itertools.count()
+        self._num_steps = 0
         self._clock = StepClock()
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
@@ -205,6 +212,7 @@ class Engine:
             phase_events=config.phase_events,
             draft_choices=self.draft_length.choices,
             confidence_threshold=self.draft_length.confidence_threshold,
+            steps_per_launch=self.steps_per_launch,
         )
         return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
 
@@ -308,7 +316,11 @@ class Engine:
     # --- the step -------------------------------------------------------------------------------
 
     def step(self) -> list[Increment]:
-        """Enqueue one step, read one outcome, and return what it added to which request."""
+        """Enqueue one launch, read one, and return what it added to which request.
+
+        A launch is a step, or `steps_per_launch` of them: then a request may get several increments
+        at once, in order.
+        """
         increments, self._pending = self._pending, []
         try:
             if self._in_flight and self._grammars.need_outcomes:
@@ -323,17 +335,23 @@ class Engine:
         return increments
 
     def _read_down_to(self, num_in_flight: int, increments: list[Increment]) -> None:
-        """Read outcomes, the oldest first, until so many are left; adds to `increments`."""
+        """Read launches, the oldest first, until so many are left; adds to `increments`."""
         while len(self._in_flight) > num_in_flight:
             # An interrupt nearly always comes while waiting: the step must still be there then.
-            self._in_flight[0].handle.output.wait()
-            increments += self._read(self._in_flight.popleft())
+            output = self._in_flight[0].handle.output.wait()
+            flight = self._in_flight.popleft()
+            increments += self._read(flight, output)
+            if flight.num_steps > 1:
+                for later in flight.handle.later:
+                    flight.step += 1
+                    increments += self._read(flight, later.wait())
 
     def _enqueue(self) -> bool:
         """Schedule and enqueue a step; returns whether more may be enqueued before one is read."""
         started = time.perf_counter()
         self._host_drafts.propose()
-        schedule = self.scheduler.schedule(len(self._in_flight))
+        most_steps = 1 if self.steps_per_launch == 1 else self._most_steps()
+        schedule = self.scheduler.schedule(len(self._in_flight), most_steps)
         for request in schedule.preempted:
             self._planner.release(request)
         scheduled = schedule.step
@@ -341,9 +359,24 @@ class Engine:
             plan = self._planner.prepare(scheduled, schedule)
             self._host_drafts.stage(scheduled)
             self._grammars.stage(scheduled)
-            handle = self.runner.execute_model(plan, timed=self.trace is not None)
-            self._in_flight.append(_InFlight(handle, scheduled, next(self._steps), started))
+            num_steps, timed = schedule.num_steps, self.trace is not None
+            if num_steps == 1:
+                handle = self.runner.execute_model(plan, timed=timed)
+            else:
+                handle = self.runner.execute_steps(plan, num_steps, timed=timed)
+            self._in_flight.append(
+                _InFlight(handle, scheduled, self._num_steps, started, num_steps)
+            )
+            self._num_steps += num_steps
         return scheduled is not None and not schedule.must_drain
+
+    def _most_steps(self) -> int:
+        """Return how many steps the next launch may hold."""
+        steady = self.scheduler.steady
+        if steady is None or self._grammars.need_outcomes:
+            return 1
+        repeats = self.runner.can_repeat(len(steady.requests), steady.num_drafted)
+        return self.steps_per_launch if repeats else 1
 
     def _start_over(self) -> None:
         """Forget what is in flight and send every request back to wait, because a step failed.
@@ -357,9 +390,9 @@ class Engine:
         self.runner.abandon_steps()
         self._planner.forget()
 
-    def _read(self, flight: _InFlight) -> list[Increment]:
-        """Wait for a step's outcome and commit it to the requests that still own their rows."""
-        output, scheduled = flight.handle.output.wait(), flight.scheduled
+    def _read(self, flight: _InFlight, output: StepOutput) -> list[Increment]:
+        """Commit a step's outcome to the requests that still own their rows."""
+        scheduled = flight.scheduled
         places, must_trim = self.scheduler.commit(
             scheduled,
             flight.handle.generations,
@@ -384,7 +417,8 @@ class Engine:
         increments = self._delivery.append(outcomes, must_trim.tolist(), self._finish)
         if output.logprobs is not None or output.prompts:
             deliver_logprobs(output, scheduled.requests, set(requests), increments)
-        seconds = self._clock.read(flight.started)
+        seconds = flight.seconds or self._clock.read(flight.started) / flight.num_steps
+        flight.seconds = seconds
         if self.draft_length.learns:
             self._learn_length(scheduled, outcomes, seconds)
         if self.trace is not None and flight.handle.timer is not None:
@@ -392,8 +426,8 @@ class Engine:
             num_committed = trace_outcomes(
                 self.trace, flight.step, scheduled, places, requests, counts, increments
             )
-            lengths = scheduled.num_verified, scheduled.num_drafted
-            line = step_line(flight.step, flight.handle, seconds, num_committed)
+            lengths = scheduled.num_verified, scheduled.num_drafted, flight.num_steps
+            line = step_line(flight.step, flight.handle, seconds, num_committed, flight.num_steps)
             self.trace.add_step((*line, *lengths))
         return increments
 

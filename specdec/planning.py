@@ -45,6 +45,7 @@ class Planner:
                 request.draft_budget,
                 None if request.prompt_logprobs is None else request.params.prompt_logprobs,
                 len(request.prompt_logprobs or ()),
+                request.end_token_ids,
             )
             request.row = self._runner.add_request(
                 new, request.params, request.seed, request.sample_index

@@ -58,6 +58,7 @@ class SchedulerOutput:
     # Bounds on what the step's requests hold: context after it, and tokens after its commit.
     max_seq_len: int = 0
     max_total_len: int = 0
+    num_steps: int = 1  # that run so, one behind the other in one launch
 
 
 @dataclass(frozen=True)
@@ -155,15 +156,25 @@ class Scheduler:
             if request in num_drafts:
                 self.table.verify_len[column] = 1 + num_drafts[request]
 
-    def schedule(self, num_in_flight: int = 0) -> SchedulerOutput:
+    @property
+    def steady(self) -> ScheduledStep | None:
+        """Return the last step where the next may repeat it."""
+        return self._steady
+
+    def schedule(self, num_in_flight: int = 0, most_steps: int = 1) -> SchedulerOutput:
         """Decide the next step and advance the CPU's bounds as if all drafts were accepted.
 
         Args:
             num_in_flight: steps scheduled whose outcome was not read.
+            most_steps: steps that may be decided at once, where the last one is repeated: so many,
+                or one.
         """
         output = SchedulerOutput()
-        if self._steady is not None and self._repeat(self._steady, output):
-            return output
+        if self._steady is not None:
+            if most_steps > 1 and self._repeat_often(self._steady, output, most_steps):
+                return output
+            if self._repeat(self._steady, output):
+                return output
         budget = self.config.max_num_batched_tokens
         wants = self._wants()
         ends = self.table.num_computed_tokens + wants
@@ -193,6 +204,33 @@ class Scheduler:
             self._steady = None
             self._plan_drafts(slice(0, len(table)), num_drafted)
         output.step = step
+        output.max_seq_len = max(ends.tolist())
+        output.max_total_len = output.max_seq_len + 1
+        return True
+
+    def _repeat_often(self, step: ScheduledStep, output: SchedulerOutput, num_steps: int) -> bool:
+        """Schedule the last step some times over, where the rules allow it; else change nothing.
+
+        Blocks are handed out for the case that every draft is accepted. A request may reach its end
+        on the way: it commits nothing in the steps behind.
+        """
+        table = self.table
+        if self.waiting and len(self.running) < self.config.max_num_reqs:
+            return False
+        least_len, max_total_len = table.least_len, table.max_total_len
+        if True in (least_len >= max_total_len).tolist():
+            return False
+        if True not in (least_len + num_steps <= max_total_len).tolist():
+            return False  # nobody can use the last one
+        ends = table.num_computed_tokens + num_steps * step.num_tokens
+        if not self._grow_all(ends, output):
+            return False
+        table.num_computed_tokens[:] = ends
+        table.least_len += num_steps * step.samples
+        for _ in range(num_steps):
+            num_drafted = self._next_length(len(step.requests))
+            assert num_drafted == step.num_drafted, f"{num_drafted} drafts, not {step.num_drafted}"
+        output.step, output.num_steps = step, num_steps
         output.max_seq_len = max(ends.tolist())
         output.max_total_len = output.max_seq_len + 1
         return True

@@ -4,7 +4,7 @@ import math
 import time
 from typing import Any
 
-from runner.model_runner import StepHandle
+from runner.async_output import StepHandle
 
 
 class StepClock:
@@ -27,18 +27,23 @@ class StepClock:
         return seconds
 
 
-def step_line(step: int, handle: StepHandle, seconds: float, num_committed: int) -> tuple[Any, ...]:
+def step_line(
+    step: int, handle: StepHandle, seconds: float, num_committed: int, num_steps: int
+) -> tuple[Any, ...]:
     """Return a step's line for the trace, up to `step_ms` of `specdec.trace.STEP_COLUMNS`.
 
     Args:
         step: its index.
         handle: of the step, which was timed and read.
-        seconds: that it took.
+        seconds: that it took, or its share of its launch.
         num_committed: tokens kept of it.
+        num_steps: of its launch.
     """
     timer, plan = handle.timer, handle.plan
     assert timer is not None
     phases, total_ms = timer.phases_ms(), timer.total_ms()
+    # A launch of several steps is one span: each of them takes an equal share of it.
+    total_ms /= num_steps
     known_ms = sum(ms for ms in phases.values() if not math.isnan(ms))
     step_ms = seconds * 1e3
     return (

@@ -50,8 +50,12 @@ STEP_COLUMNS = (
     "step_ms",
     "num_verified",  # drafts that each request's verification was planned for
     "num_drafted",  # drafts that the step was to propose for each request
+    # Steps of its launch: where there are several, launch_ms, host_ms and step_ms are equal shares
+    # of the launch's.
+    "num_launched",
 )
-OPTIONAL_COLUMNS = ("sample_index", "outcome")  # tables written before have none of them
+# Tables written before have none of them.
+OPTIONAL_COLUMNS = ("sample_index", "outcome", "num_launched")
 
 # What is kept of a row: numbers alone, the names once a sample.
 _KEPT = (

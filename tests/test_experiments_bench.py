@@ -161,13 +161,17 @@ def test_a_step_loop_is_timed_and_no_request_leaves_it(monkeypatch: pytest.Monke
     model = HFModel(bench_step.random_model(1, torch.float32, device))
     target = LoadedTarget("tiny", model, None)
     config = StepBenchConfig(num_steps=3, prompt_len=8, num_speculative_tokens=2)
-    with bench_step._running(config, target, "ngram", "step", 2) as engine:
-        assert bench_step._time_steps(engine, 3)["step_us"] > 0
-        assert bench_step._host_parts(engine, 3)["launch"] > 0
-        assert sum(engine.runner.graphs.launches.values()) == 6
+    line: dict[str, Any] = {"scope": "step", "num_reqs": 2, "steps_per_launch": 1}
+    for steps in (1, 2):
+        line["steps_per_launch"] = steps
+        with bench_step._running(config, target, "ngram", line) as engine:
+            assert bench_step._time_steps(engine, 3)["step_us"] > 0
+            assert bench_step._host_parts(engine, 3)["launch"] > 0
+            launches = {1: {"step": 6}, 2: {"step x 2": 4}}
+            assert engine.runner.graphs.launches == launches[steps]
     with (
         pytest.raises(RuntimeError, match="of 2 requests some ended"),
-        bench_step._running(config, target, "ngram", "step", 2) as engine,
+        bench_step._running(config, target, "ngram", line) as engine,
     ):
         engine.discard("0")
 

@@ -48,7 +48,7 @@ def write_run(
         for group, category in enumerate(CATEGORIES * prompts_per_category):
             first, rest = (f"{category}-{group}", category), (k, 1, arm)
             requests.append((*first, step, False, 12, 12, 0, 0, 1, "", *rest))
-            steps.append((step, 1, 12, 12, 1, 0.3, 30.0, 0.2, 0.1, 0.0, 1.4, 32.0, k, k, arm))
+            steps.append((step, 1, 12, 12, 1, 0.3, 30.0, 0.2, 0.1, 0.0, 1.4, 32.0, k, k, 1, arm))
             made, wall_s = 1, 0.032
             while made < num_tokens:
                 step += 1
@@ -65,7 +65,7 @@ def write_run(
                     phases = np.array([*[0.0] * 4, phases[:4].sum(), phases[5]])
                 shown = np.where(phases, phases, np.nan) if launches is not None else phases
                 tokens = (k + 1, (k + 1) * (1 if launches is None else 2))
-                steps.append((step, 1, *tokens, kept, *shown, phases.sum(), k, k, arm))
+                steps.append((step, 1, *tokens, kept, *shown, phases.sum(), k, k, 1, arm))
                 made, wall_s = made + kept, wall_s + phases.sum() / 1e3
             timings.append((arm, k, group, category, 1, made, wall_s))
             step += 1

@@ -62,6 +62,35 @@ def test_ring_reads_what_was_published_and_refuses_to_overrun(device: torch.devi
     assert ring.begin_step() == 3 % 2
 
 
+def test_steps_of_one_launch_have_a_place_each(device: torch.device) -> None:
+    ring = OutputRing(6, 4, 3, device)
+    handles, outcomes = [], []
+
+    def launch() -> int:
+        place = ring.begin_steps(3)
+        for _ in range(3):
+            ring.step += 1
+            outcomes.append(outcome_of(4, 3, len(outcomes), device))
+            publish_output(ring.step, outcomes[-1], ring.tensor)
+        handles.extend(ring.end_steps(3, 3, 3))
+        return place
+
+    assert (launch(), launch()) == (1, 4)
+    assert ring.num_in_flight == 6
+    with pytest.raises(RuntimeError, match="step 7 would overwrite the outcome of step 1"):
+        ring.begin_steps(3)
+    for handle, outcome in zip(handles[:3], outcomes[:3], strict=True):
+        output = handle.wait()
+        assert output.sampled_tokens.tolist() == outcome.sampled_tokens[:3].tolist()
+        assert output.num_sampled.tolist() == outcome.num_sampled[:3].tolist()
+    assert launch() == 7 % 6
+    for handle, outcome in zip(handles[3:], outcomes[3:], strict=True):
+        assert handle.wait().num_judged.tolist() == outcome.num_judged[:3].tolist()
+    assert ring.num_in_flight == 0
+    with pytest.raises(AssertionError, match="6 steps in a ring of 6"):
+        ring.begin_steps(6)
+
+
 @pytest.mark.parametrize("num_drafts", [1, 4, 9])
 def test_clear_drafts_equals_its_twin_and_leaves_other_rows(
     device: torch.device, num_drafts: int

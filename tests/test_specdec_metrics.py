@@ -39,7 +39,7 @@ def request_rows(rows: list[tuple[Any, ...]], arm: str) -> pd.DataFrame:
 
 
 def step_rows(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
-    lengths = (3, 3)  # verified and drafted: no metric looks at them
+    lengths = (3, 3, 1)  # verified, drafted, launched together: no metric looks at them
     frame = pd.DataFrame([(*row, *lengths) for row in rows], columns=list(STEP_COLUMNS))
     return frame.assign(arm=ARM)
 

@@ -314,4 +314,4 @@ def test_an_empty_trace_has_its_columns() -> None:
     trace = StepTrace()
     assert tuple(trace.requests().columns) == REQUEST_COLUMNS
     assert tuple(trace.steps().columns) == STEP_COLUMNS
-    assert set(OPTIONAL_COLUMNS) < set(REQUEST_COLUMNS)
+    assert set(OPTIONAL_COLUMNS) < {*REQUEST_COLUMNS, *STEP_COLUMNS}

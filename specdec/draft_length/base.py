@@ -45,6 +45,7 @@ class DraftLengthBase:
     # The rows of a step are cut where the running product of `draft_confidence` falls under it.
     confidence_threshold: float | None = None
     learns = False  # False: `observe` need not be called
+    by_num_reqs = False  # True: a choice depends on the number of requests and on nothing else
 
     def __init__(self, config: DraftLengthConfig, num_speculative_tokens: int) -> None:
         self.config = config

@@ -38,6 +38,7 @@ class ByBatchSizeConfig(DraftLengthConfig):
 class ByBatchSizeLength(DraftLengthBase):
     """What the table says."""
 
+    by_num_reqs = True
     config: ByBatchSizeConfig
 
     def __init__(self, config: ByBatchSizeConfig, num_speculative_tokens: int) -> None:

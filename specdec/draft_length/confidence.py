@@ -38,6 +38,7 @@ class ConfidenceConfig(DraftLengthConfig):
 class ConfidenceLength(DraftLengthBase):
     """K drafts, cut by row."""
 
+    by_num_reqs = True
     config: ConfidenceConfig
 
     def __init__(self, config: ConfidenceConfig, num_speculative_tokens: int) -> None:

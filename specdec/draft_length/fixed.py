@@ -8,6 +8,8 @@ from specdec.registry import register_draft_length
 class FixedLength(DraftLengthBase):
     """Always K."""
 
+    by_num_reqs = True
+
     def choose(self, num_reqs: int) -> int:
         """Return K."""
         return self.num_speculative_tokens
