@@ -26,6 +26,7 @@ class AutoregressiveDrafter(SamplingDrafter):
     """Base of drafters that run a causal model; `load` of a subclass calls `use_model`."""
 
     model: HFModel
+    target_ids: Tensor | None = None  # [V_draft] int64, where the head has a part of the vocabulary
 
     def use_model(self, model: HFModel, target: TargetView) -> None:
         """Draft with a model; ids that it and the target do not share are never drafted."""
@@ -50,10 +51,21 @@ class AutoregressiveDrafter(SamplingDrafter):
         hidden = self._hidden[: ctx.num_reqs]
         drafts: list[Tensor] = []
         for i in range(ctx.num_drafts):
-            drafts.append(self.choose(ctx, self.draft_logits(hidden), i))
+            drafts.append(self._draft(ctx, hidden, i))
             if i + 1 < ctx.num_drafts:
                 hidden = self._forward(next_pass_inputs(ctx, self._kv, drafts[-1], i + 1))
         self.sampler.write(ctx, drafts)
+
+    def _draft(self, ctx: DraftContext, hidden: Tensor, index: int) -> Tensor:
+        """Choose draft `index` of each place, [R] int64, from a hidden state of each."""
+        if self.sampler.needs_logits or not self.drafts_all_outputs:
+            return self.choose(ctx, self.draft_logits(hidden), index)
+        return self.model.top1(hidden, self.target_ids)
+
+    @property
+    def drafts_all_outputs(self) -> bool:
+        """Return whether every output of the model's head may be drafted."""
+        return self.sampler.vocab_size == self.model.vocab_size
 
     def choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
         """Choose draft `index` of each place, [R] int64, from its logits."""

@@ -61,7 +61,6 @@ class DraftModelDrafter(AutoregressiveDrafter):
 
     config: DraftModelConfig
     vocabulary_map: VocabularyMap | None = None  # where the model has another tokenizer
-    target_ids: Tensor | None = None  # [V_draft] int64, where the output head has a part of them
 
     def load(self, target: TargetView) -> None:
         """Load the model; check that its tokenizer is the target's, or map one to the other.
@@ -100,6 +99,11 @@ class DraftModelDrafter(AutoregressiveDrafter):
     def num_logits(self, target: TargetView) -> int:
         """Return the target's vocabulary where there is a map, else what the two share."""
         return target.vocab_size if self.vocabulary_map else super().num_logits(target)
+
+    @property
+    def drafts_all_outputs(self) -> bool:
+        """Return whether every output of the model's head may be drafted, under its own id."""
+        return self.vocabulary_map is None and super().drafts_all_outputs
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return logits over the target's ids, -inf where the model has no such token."""

@@ -95,6 +95,11 @@ class DraftSampler:
             )
 
     @property
+    def needs_logits(self) -> bool:
+        """Return whether a choice needs more of the logits than which is the largest."""
+        return self.draws or self._buffers.draft_confidence is not None
+
+    @property
     def num_bytes(self) -> int:
         """Return the bytes of the limits by row."""
         return sum(limit.nbytes for limit in self._limits or ())

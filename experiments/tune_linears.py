@@ -335,7 +335,7 @@ def main() -> int:
     record = {
         "provenance": provenance,
         "device": name,
-        "read_tb_s": measure_read_ceiling(device),
+        "read_gb_s": round(measure_read_ceiling(device), 1),
         "choices": lines,
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

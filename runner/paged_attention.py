@@ -28,6 +28,7 @@ from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
 
 _LOG2_E = 1.4426950408889634
 _MAX_SPLITS = 64
+_FEW_SPLITS = 8  # whose results are combined at a time
 # Splits fill the device once and no more: measured on an H200, a second wave of programs costs up
 # to a third of the time, a wave that is not quite full costs less.
 _MIN_SPLIT_KEYS = 64
@@ -82,6 +83,8 @@ def choose_launch(shape: AttentionShape, num_sms: int) -> AttentionLaunch:
         block_n = max(16, min(64, 2**16 // (block_d * block_m)))
     programs = _tiles(shape, block_m)[0] * shape.num_kv_heads
     wanted = num_sms * (3 if block_d <= 64 else 2)
+    if not exact and block_m <= 32 and programs > wanted:
+        block_n = 32  # so small that more of them fit a multiprocessor: one wave in place of two
     return AttentionLaunch(
         block_m=block_m,
         block_n=block_n,
@@ -268,6 +271,7 @@ def _combine_splits_kernel(
     lse_ptr,  # [T * num_heads, num_splits] float32, base 2, -inf = nothing seen
     num_splits,
     HEAD_SIZE: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -280,13 +284,18 @@ def _combine_splits_kernel(
     lse = tl.load(lse_ptr + line * num_splits + s, mask=s < num_splits, other=float("-inf"))
     largest = tl.max(lse, 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp2(lse - largest)
-    mask = (lse > float("-inf"))[:, None] & (d[None, :] < HEAD_SIZE)
-    offsets = (line * num_splits + s)[:, None] * HEAD_SIZE + d[None, :]
-    parts = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
-    total = tl.sum(weights, 0)
-    out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    out = out.to(out_ptr.dtype.element_ty)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+    out = tl.zeros([BLOCK_D], dtype=tl.float32)
+    # A few splits at a time: most rows have no more, and the order of the sum is always the same.
+    for first in range(0, num_splits, FEW):
+        few = first + tl.arange(0, FEW)
+        mask = few < num_splits
+        lse = tl.load(lse_ptr + line * num_splits + few, mask=mask, other=float("-inf"))
+        seen = (lse > float("-inf"))[:, None] & (d[None, :] < HEAD_SIZE)
+        offsets = (line * num_splits + few)[:, None] * HEAD_SIZE + d[None, :]
+        parts = tl.load(partial_ptr + offsets, mask=seen, other=0.0)
+        out += tl.sum(parts * tl.exp2(lse - largest)[:, None], 0)
+    out = (out / tl.where(total == 0.0, 1.0, total)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + line * HEAD_SIZE + d, out, mask=d < HEAD_SIZE)
 
 
@@ -345,6 +354,7 @@ def paged_attention_forward(
             lse,
             num_splits,
             HEAD_SIZE=head_size,
+            FEW=_FEW_SPLITS,
             # Not by num_splits: the order of a sum depends on the size of the block.
             BLOCK_S=triton.next_power_of_2(launch.max_splits),
             BLOCK_D=_block_d(head_size),

@@ -13,6 +13,8 @@ from runner.models.linear import (
     glu_linear_ref,
     split_linear,
     split_linear_ref,
+    top1_linear,
+    top1_linear_ref,
 )
 from runner.models.norm import add_rms_norm, add_rms_norm_ref
 from runner.models.rope import HeadNorms, HeadShape, turn_heads, turn_heads_ref
@@ -79,6 +81,22 @@ def test_glu_linear(device: torch.device, name: str, dtype: torch.dtype) -> None
     given = glu_linear(x, weight, launch)
     assert given.dtype == dtype
     assert_close(given, glu_linear_ref(x, weight, launch), dtype)
+
+
+@pytest.mark.parametrize(
+    "name", ["one token", "odd rows", "odd columns", "several tiles of tokens"]
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("maps", [False, True])
+def test_top1_linear(device: torch.device, name: str, dtype: torch.dtype, maps: bool) -> None:
+    num_tokens, num_rows, columns, launch = LINEAR_CASES[name]
+    # Small integers: sums are exact in any order, and several rows share the largest.
+    x = torch.randint(-2, 3, (num_tokens, columns)).to(device, dtype)
+    weight = torch.randint(-2, 3, (num_rows, columns)).to(device, dtype)
+    weight[num_rows // 2 :] = weight[: num_rows - num_rows // 2].clone()
+    ids = torch.randperm(1000)[:num_rows].to(device) if maps else None
+    expected = top1_linear_ref(x, weight, launch, ids)
+    assert torch.equal(top1_linear(x, weight, launch, ids), expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -100,21 +100,18 @@ class HeadDrafter(SamplingDrafter):
         hidden = self._hidden[: ctx.num_reqs]
         drafts: list[Tensor] = []
         for i in range(ctx.num_drafts):
-            drafts.append(self._choose(ctx, self.head.compute_logits(hidden), i))
+            drafts.append(self._draft(ctx, hidden, i))
             if i + 1 < ctx.num_drafts:
                 step = next_head_inputs(ctx, self._kv, drafts[-1], i + 1)
                 hidden = self.head(step.input_ids, step.positions, hidden, step.attn_metadata)
         self.sampler.write(ctx, drafts)
 
-    def _choose(self, ctx: DraftContext, logits: Tensor, index: int) -> Tensor:
-        """Choose draft `index` of each place, in the target's vocabulary.
-
-        Args:
-            ctx: the step.
-            logits: [R, V_draft].
-            index: from 0.
-        """
-        return self.sampler.choose_among(ctx, logits, index, self._target_ids)
+    def _draft(self, ctx: DraftContext, hidden: Tensor, index: int) -> Tensor:
+        """Choose draft `index` of each place, [R] int64, from what a pass returned for it."""
+        if self.sampler.needs_logits:
+            logits = self.head.compute_logits(hidden)
+            return self.sampler.choose_among(ctx, logits, index, self._target_ids)
+        return self.head.top1(hidden, self._target_ids)
 
     @property
     def _kv(self) -> PagedKVCache:

@@ -17,7 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from runner.attention import ATTENTION_NAME, AttentionMetadata
 from runner.models.fused import FusedAttention, FusedMLP, Norm, as_norm, check_attention, check_mlp
-from runner.models.layers import join_linears
+from runner.models.layers import join_linears, top1
 from runner.models.norm import add_rms_norm, rms_norm
 from runner.models.rope import make_turn_table
 
@@ -139,6 +139,21 @@ class ChainHead(nn.Module):
             return self.lm_head(hidden)
         assert self._shared is not None, "a head without an output head needs the target's"
         return self._shared[1](hidden)
+
+    def top1(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
+        """Return the likeliest token of what a pass returned, [R, hidden].
+
+        Args:
+            hidden: as for `compute_logits`.
+            ids: [draft_vocab_size] int64, the target's id of each row of the output head.
+
+        Returns:
+            [R] int64.
+        """
+        if self._fused is not None and self._fused.lm_head is not None:
+            return top1(self._fused.lm_head, self.output_states(hidden), ids)
+        chosen = self.compute_logits(hidden).argmax(1)
+        return chosen if ids is None else ids[chosen]
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self.embed_tokens is not None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_metadata
 from runner.kv_cache import PagedKVCache
 from runner.models.fused import FusedDecoder, fuse_decoder
-from runner.models.layers import stream_linear
+from runner.models.layers import stream_linear, top1
 from runner.models.packed_linear import PackedLinear, pack_linears
 from specdec.errors import UnsupportedError
 
@@ -196,6 +196,16 @@ class HFModel:
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits [L, V] of hidden states [L, hidden_size]."""
         return self._stream(hidden_states)
+
+    @torch.inference_mode()
+    def top1(self, hidden_states: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return the likeliest token [L] int64 of hidden states [L, hidden_size].
+
+        Args:
+            hidden_states: [L, hidden_size].
+            ids: [V] int64 that stand for the rows of the output head, None = their places.
+        """
+        return top1(self._stream, hidden_states, ids)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """Return a copy of the output head's weights for some tokens, [n, hidden_size].

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.models.glu import silu_mul
-from runner.models.linear import glu_linear, split_linear
+from runner.models.linear import LinearLaunch, glu_linear, split_linear, top1_linear
 from runner.models.linear_choices import LinearShape, choose_linear
 from runner.models.packed_linear import PackedLinear, can_pack
 
@@ -47,9 +47,13 @@ class StreamedLinear:
         self._shape = LinearShape(rows, columns)
         self._glu_shape = LinearShape(rows // 2, columns, glu=True)
 
+    def launch(self, x: Tensor) -> LinearLaunch | None:
+        """Return how the layer is launched for x [T, K], None for the library."""
+        return choose_linear(self._shape, len(x), x.dtype, x.device)
+
     def parts(self, x: Tensor) -> Tensor:
         """Return parts [S, T, N]; see `LinearLayer`."""
-        launch = choose_linear(self._shape, len(x), x.dtype, x.device)
+        launch = self.launch(x)
         if launch is None:
             return F.linear(x, self.weight, self.bias)[None]
         dtype = torch.float32 if launch.splits > 1 else x.dtype
@@ -118,6 +122,25 @@ def join_linears(owner: Any, names: Sequence[str]) -> LinearLayer:
         if bias is not None:
             linear.bias = nn.Parameter(bias[start:end], requires_grad=False)
     return StreamedLinear(weight, bias)
+
+
+def top1(linear: Any, x: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Return the place of a layer's largest output, without writing the outputs where possible.
+
+    Args:
+        linear: any layer.
+        x: [T, K].
+        ids: [N] int64 that stand for the places.
+
+    Returns:
+        [T] int64; among equal outputs the first.
+    """
+    if isinstance(linear, StreamedLinear) and linear.bias is None:
+        launch = linear.launch(x)
+        if launch is not None and launch.splits == 1 and launch.more_t == 0:
+            return top1_linear(x, linear.weight, launch, ids)
+    chosen = linear(x).argmax(1)
+    return chosen if ids is None else ids[chosen]
 
 
 def stream_linear(linear: Any) -> Any:

@@ -91,9 +91,21 @@ def _store(out_ptr, acc, n, n_end, t, num_tokens, line, N: tl.constexpr):
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _store_top(top_ptr, index_ptr, acc, n, t, num_tokens, DTYPE: tl.constexpr, N: tl.constexpr):
+    """Store the largest of a program's rows for each token, and the first row that has it."""
+    value = tl.where((n < N)[:, None], acc.to(DTYPE).to(tl.float32), float("-inf"))
+    top = tl.max(value, 0)
+    index = tl.min(tl.where(value == top[None, :], n[:, None], N), 0)
+    line = tl.program_id(0) * num_tokens + t
+    tl.store(top_ptr + line, top, mask=t < num_tokens)
+    tl.store(index_ptr + line, index, mask=t < num_tokens)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
-    out_ptr,  # [SPLITS, T, N]; with GLU [T, N]
+    out_ptr,  # [SPLITS, T, N]; with GLU [T, N]; with TOP [tiles, T] float32, largest of the tile
+    index_ptr,  # [tiles, T] int32, written with TOP: row of the weight that gave it
     x_ptr,  # [T, K]
     x_stride,
     w_ptr,  # [N, K]; with GLU [2 * N, K], the gate's rows first
@@ -111,6 +123,7 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
+    TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
@@ -169,6 +182,9 @@ def _linear_kernel(
         acc = acc * tl.sigmoid(acc) * up
         if MORE_T:
             acc2 = acc2 * tl.sigmoid(acc2) * up2
+    if TOP:
+        _store_top(out_ptr, index_ptr, acc, n, t, num_tokens, x_ptr.dtype.element_ty, N)
+        return
     line = split * num_tokens
     _store(out_ptr, acc, n, N, t, num_tokens, line, N)
     if MORE_T:
@@ -193,7 +209,7 @@ def split_linear(
     if not use_triton(x):
         return split_linear_ref(x, weight, bias, launch, out_dtype)
     out = torch.empty((launch.splits, len(x), weight.shape[0]), dtype=out_dtype, device=x.device)
-    _launch(out, x, weight, bias, launch, glu=False)
+    _launch(out, None, x, weight, bias, launch, glu=False)
     return out
 
 
@@ -227,7 +243,7 @@ def glu_linear(x: Tensor, weight: Tensor, launch: LinearLaunch) -> Tensor:
     if not use_triton(x):
         return glu_linear_ref(x, weight, launch)
     out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, None, launch, glu=True)
+    _launch(out, None, x, weight, None, launch, glu=True)
     return out
 
 
@@ -235,6 +251,80 @@ def glu_linear_ref(x: Tensor, weight: Tensor, launch: LinearLaunch) -> Tensor:
     """Torch twin of `glu_linear`."""
     gate, up = (x.float() @ weight.float().T).chunk(2, dim=1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
+def _reduce_top_kernel(
+    tokens_ptr,  # [T] int64, out
+    top_ptr,  # [tiles, T] float32
+    index_ptr,  # [tiles, T] int32
+    ids_ptr,  # [N] int64, read where MAPS
+    num_tokens,
+    num_tiles,
+    N: tl.constexpr,
+    MAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_begin(PDL)
+    wait_for_predecessor(PDL)
+    token = tl.program_id(0)
+    tile = tl.arange(0, BLOCK)
+    mask, line = tile < num_tiles, tile * num_tokens + token
+    top = tl.load(top_ptr + line, mask=mask, other=float("-inf"))
+    index = tl.load(index_ptr + line, mask=mask, other=N)
+    first = tl.min(tl.where(top == tl.max(top, 0), index, N), 0)
+    chosen = tl.minimum(first, N - 1).to(tl.int64)  # with nothing but NaN there is no largest
+    if MAPS:
+        chosen = tl.load(ids_ptr + chosen)
+    tl.store(tokens_ptr + token, chosen)
+
+
+def top1_linear(
+    x: Tensor, weight: Tensor, launch: LinearLaunch, ids: Tensor | None = None
+) -> Tensor:
+    """Return which output of a layer is the largest, in two launches that write no output.
+
+    Args:
+        x: [T, K], dense in the last dimension.
+        weight: [N, K], contiguous.
+        launch: how; without splits and further tokens.
+        ids: [N] int64 that stand for the rows, None = their places.
+
+    Returns:
+        [T] int64. Outputs are compared in the dtype of `x`; among equal ones the first is taken.
+    """
+    assert launch.splits == 1, "the largest of a sum is not the sum of the largest"
+    assert launch.more_t == 0, "one tile of tokens a program"
+    if not use_triton(x):
+        return top1_linear_ref(x, weight, launch, ids)
+    num_tokens, num_rows = len(x), len(weight)
+    num_tiles = triton.cdiv(num_rows, launch.block_n)
+    top = torch.empty((num_tiles, num_tokens), dtype=torch.float32, device=x.device)
+    index = torch.empty((num_tiles, num_tokens), dtype=torch.int32, device=x.device)
+    tokens = torch.empty(num_tokens, dtype=torch.int64, device=x.device)
+    _launch(top, index, x, weight, None, launch, glu=False)
+    _reduce_top_kernel[(num_tokens,)](
+        tokens,
+        top,
+        index,
+        tokens if ids is None else ids,
+        num_tokens,
+        num_tiles,
+        N=num_rows,
+        MAPS=ids is not None,
+        BLOCK=triton.next_power_of_2(num_tiles),
+        **launch_options(x),
+    )
+    return tokens
+
+
+def top1_linear_ref(
+    x: Tensor, weight: Tensor, launch: LinearLaunch, ids: Tensor | None = None
+) -> Tensor:
+    """Torch twin of `top1_linear`."""
+    chosen = (x.float() @ weight.float().T).to(x.dtype).argmax(1)
+    return chosen if ids is None else ids[chosen]
 
 
 def compile_linear(
@@ -251,13 +341,13 @@ def compile_linear(
     """
     out_dtype = torch.float32 if launch.splits > 1 else dtype
     like = torch.empty(0, dtype=dtype, device="cuda")
-    constants = _constants(rows, columns, launch, glu, has_bias=False, like=like)
-    kinds = (out_dtype, dtype, columns, dtype, dtype, launch.block_t)
+    constants = _constants(rows, columns, launch, glu, like) | {"HAS_BIAS": False, "TOP": False}
+    kinds = (out_dtype, torch.int32, dtype, columns, dtype, dtype, launch.block_t)
     _linear_kernel.warmup(*kinds, **constants, grid=(1, 1, 1))
 
 
 def _constants(
-    rows: int, columns: int, launch: LinearLaunch, glu: bool, has_bias: bool, like: Tensor
+    rows: int, columns: int, launch: LinearLaunch, glu: bool, like: Tensor
 ) -> dict[str, Any]:
     """Return what is fixed when the kernel is compiled."""
     return {
@@ -265,7 +355,6 @@ def _constants(
         "K": columns,
         "SPLITS": launch.splits,
         "GLU": glu,
-        "HAS_BIAS": has_bias,
         # The interpreter multiplies the bits of bfloat16 as integers.
         "UPCAST": not like.is_cuda and like.dtype == torch.bfloat16,
         "BLOCK_T": launch.block_t,
@@ -281,7 +370,13 @@ def _constants(
 
 
 def _launch(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, launch: LinearLaunch, glu: bool
+    out: Tensor,
+    index: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    launch: LinearLaunch,
+    glu: bool,
 ) -> None:
     num_rows, width = weight.shape
     num_rows = num_rows // 2 if glu else num_rows
@@ -289,7 +384,15 @@ def _launch(
     assert weight.is_contiguous(), f"strides {weight.stride()}"
     block_t = launch.block_t + launch.more_t
     grid = (triton.cdiv(num_rows, launch.block_n), launch.splits, triton.cdiv(len(x), block_t))
-    constants = _constants(num_rows, width, launch, glu, bias is not None, x)
     _linear_kernel[grid](
-        out, x, x.stride(0), weight, x if bias is None else bias, len(x), **constants
+        out,
+        out if index is None else index,
+        x,
+        x.stride(0),
+        weight,
+        x if bias is None else bias,
+        len(x),
+        HAS_BIAS=bias is not None,
+        TOP=index is not None,
+        **_constants(num_rows, width, launch, glu, x),
     )

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "linears"
 # Upper ends of the ranges of tokens that have a launch of their own.
 TOKEN_LIMITS = (16, 32, 64, 160, 320)
+# Of the weights and inputs that a program has in flight: two programs fit a multiprocessor.
+_STAGED_BYTES = 110 * 2**10
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,12 @@ def rule(shape: LinearShape, limit: int) -> LinearLaunch | None:
     if limit > 64 or shape.columns % 8:
         return None
     block_n = 64 if shape.rows >= 2048 else 16
-    block_k = 128 if shape.columns >= 1024 else 64
-    programs = -(-shape.rows // block_n)
+    block_k = 128 if shape.columns >= 1024 and limit <= 64 else 64
+    steps, programs = -(-shape.columns // block_k), -(-shape.rows // block_n)
     splits = 1
-    while not shape.glu and programs * splits < 192 and splits < 8:
-        if shape.columns < 4 * splits * block_k:
-            break
+    while not shape.glu and programs * splits < 128 and steps >= 8 * splits:
         splits *= 2
-    return LinearLaunch(max(16, limit), block_n, block_k, splits, 4, 4 if limit <= 32 else 3, 512)
+    weights = block_n * block_k * (2 if shape.glu else 1)
+    stage = 2 * (weights + limit * block_k)  # bytes
+    num_stages = max(3, min(6, steps + 1, _STAGED_BYTES // stage))
+    return LinearLaunch(limit, block_n, block_k, splits, 4, num_stages)

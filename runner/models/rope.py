@@ -57,6 +57,21 @@ class HeadNorms:
     eps: float
 
 
+@triton.jit
+def _load_halves(ptrs, mask, HALF: tl.constexpr):
+    """Load both halves of heads in float32."""
+    low = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _store_halves(ptrs, low, high, mask, HALF: tl.constexpr):
+    """Store both halves of heads."""
+    tl.store(ptrs, low.to(ptrs.dtype.element_ty), mask=mask)
+    tl.store(ptrs + HALF, high.to(ptrs.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _turn_heads_kernel(
     query_ptr,  # [T, NUM_HEADS, D], out
@@ -75,58 +90,60 @@ def _turn_heads_kernel(
     D: tl.constexpr,
     PARTS: tl.constexpr,
     NORMS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,  # of half a head
     PDL: tl.constexpr,
 ):
     let_next_begin(PDL)
     wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)  # queries, then keys, then values
+    # Queries, then keys, then values.
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     dtype = query_ptr.dtype.element_ty
     HALF: tl.constexpr = D // 2
-    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * D
-    d = tl.arange(0, BLOCK_D)
-    mask = d < HALF
-    low = tl.zeros([BLOCK_D], dtype=tl.float32)
-    high = tl.zeros([BLOCK_D], dtype=tl.float32)
+    TURNED: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < HEADS) & (d < HALF)
+    low = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
+    high = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     for part in tl.static_range(PARTS):  # pyright: ignore
-        part_ptrs = parts_ptr + (part * num_tokens + token) * WIDTH + head * D + d
-        low += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
-        high += tl.load(part_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+        first = ((part * num_tokens + token) * HEADS + head) * D + d
+        part_low, part_high = _load_halves(parts_ptr + first, mask, HALF)
+        low += part_low
+        high += part_high
     low = low.to(dtype).to(tl.float32)
     high = high.to(dtype).to(tl.float32)
-    is_value = head >= NUM_HEADS + NUM_KV_HEADS
-    if not is_value:
-        if NORMS:
-            scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / D + eps)
-            norm_ptr = tl.where(head < NUM_HEADS, query_norm_ptr, key_norm_ptr)
-            low = (low * scale).to(dtype).to(tl.float32)
-            high = (high * scale).to(dtype).to(tl.float32)
-            low *= tl.load(norm_ptr + d, mask=mask, other=0.0).to(tl.float32)
-            high *= tl.load(norm_ptr + HALF + d, mask=mask, other=0.0).to(tl.float32)
-            low = low.to(dtype).to(tl.float32)
-            high = high.to(dtype).to(tl.float32)
-        turn_ptrs = turns_ptr + tl.load(positions_ptr + token) * D + d
-        cos = tl.load(turn_ptrs, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(turn_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
-        turned = low * cos - high * sin
-        high = high * cos + low * sin
-        low = turned
-    if head < NUM_HEADS:
-        ptrs = query_ptr + (token * NUM_HEADS + head) * D + d
-        tl.store(ptrs, low.to(dtype), mask=mask)
-        tl.store(ptrs + HALF, high.to(dtype), mask=mask)
-    else:
-        slot = tl.load(slot_mapping_ptr + token)
-        kv_head = head - NUM_HEADS
-        cache_ptr = key_cache_ptr
-        if is_value:
-            kv_head -= NUM_KV_HEADS
-            cache_ptr = value_cache_ptr
-        ptrs = cache_ptr + (slot * NUM_KV_HEADS + kv_head) * D + d
-        if slot >= 0:
-            tl.store(ptrs, low.to(dtype), mask=mask)
-            tl.store(ptrs + HALF, high.to(dtype), mask=mask)
+    turned = head < TURNED
+    if NORMS:
+        is_query = head < NUM_HEADS
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+        query_low, query_high = _load_halves(query_norm_ptr + d, d < HALF, HALF)
+        key_low, key_high = _load_halves(key_norm_ptr + d, d < HALF, HALF)
+        normed_low = (low * scale).to(dtype).to(tl.float32)
+        normed_high = (high * scale).to(dtype).to(tl.float32)
+        normed_low *= tl.where(is_query, query_low, key_low)
+        normed_high *= tl.where(is_query, query_high, key_high)
+        low = tl.where(turned, normed_low.to(dtype).to(tl.float32), low)
+        high = tl.where(turned, normed_high.to(dtype).to(tl.float32), high)
+    turn_ptrs = turns_ptr + tl.load(positions_ptr + token) * D + d
+    cos, sin = _load_halves(turn_ptrs, d < HALF, HALF)
+    new_low = tl.where(turned, low * cos - high * sin, low)
+    new_high = tl.where(turned, high * cos + low * sin, high)
+    _store_halves(
+        query_ptr + (token * NUM_HEADS + head) * D + d,
+        new_low,
+        new_high,
+        mask & (head < NUM_HEADS),
+        HALF,
+    )
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot >= 0:
+        kv_head = slot * NUM_KV_HEADS + head - NUM_HEADS
+        is_key = mask & (head >= NUM_HEADS) & turned
+        _store_halves(key_cache_ptr + kv_head * D + d, new_low, new_high, is_key, HALF)
+        value_ptrs = value_cache_ptr + (kv_head - NUM_KV_HEADS) * D + d
+        _store_halves(value_ptrs, new_low, new_high, mask & (head >= TURNED), HALF)
 
 
 def turn_heads(
@@ -164,7 +181,10 @@ def turn_heads(
     query = torch.empty(
         (num_tokens, shape.num_heads, shape.head_size), dtype=key_cache.dtype, device=parts.device
     )
-    _turn_heads_kernel[(num_tokens, shape.num_heads + 2 * shape.num_kv_heads)](
+    num_heads = shape.num_heads + 2 * shape.num_kv_heads
+    # Few tokens: a program a few heads, for the latency of one is the time. Many: more heads each.
+    block_h = 4 if num_tokens <= 32 else 16
+    _turn_heads_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
         query,
         key_cache,
         value_cache,
@@ -181,8 +201,9 @@ def turn_heads(
         D=shape.head_size,
         PARTS=num_parts,
         NORMS=norms is not None,
+        BLOCK_H=block_h,
         BLOCK_D=triton.next_power_of_2(shape.head_size // 2),
-        num_warps=1,
+        num_warps=block_h // 4,
         **launch_options(parts),
     )
     return query
