@@ -4,7 +4,6 @@ A step reads: schedule -> prepare -> forward -> verify -> commit -> propose. The
 enqueued by `runner.model_runner`; outcomes are read `max_steps_in_flight - 1` steps later.
 """
 
-import itertools
 import logging
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from runner.input_batch import padding_plan
 from runner.loader import (
     LoadedTarget,
     eos_token_ids,
@@ -96,6 +96,11 @@ class Engine:
         if config is not None and options:
             raise ConfigError(f"give config or {sorted(options)[0]}, not both")
         config = config or from_mapping(EngineConfig, options, "engine option")
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.data_parallel_size}: an Engine is one replica; use "
+                "LLM, or specdec.parallel.replicas.DataParallelEngine, in as many processes"
+            )
         self.config = config
         drafter_entry, drafter_config = build_config("drafter", drafter)
         verifier_entry, verifier_config = build_config("verifier", verifier)
@@ -185,7 +190,8 @@ class Engine:
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._pending: list[Increment] = []
-        self._steps = itertools.count()
+        self._empty_steps: deque[StepHandle] = deque()
+        self.num_steps = 0  # enqueued so far, empty ones not counted
         self._clock = StepClock()
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
@@ -252,15 +258,33 @@ class Engine:
             UnsupportedError: stop strings or structured output that this target cannot have.
             CapacityError: the KV cache could not hold it even alone.
         """
+        self.enqueue(self.admit(request_id, prompt, params, label))
+
+    def admit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        label: Any = None,
+    ) -> RequestGroup:
+        """Check a request and count it, without queueing it; see `add_request`.
+
+        Data-parallel replicas all admit every request, and so give it the same seed.
+        """
         if request_id in self._groups:
             raise ConfigError(f"request id {request_id!r} is already running; give another")
         group = self._admission.build(request_id, prompt, params, label)
         first = group.samples[0]
         self._sampler.check_request(first.params, first.token_ids)
-        for request in group.samples:  # all of one size: if any is refused, the first one is
+        self.scheduler.check(first)  # all samples are of one size
+        return group
+
+    def enqueue(self, group: RequestGroup) -> None:
+        """Queue a request that was admitted."""
+        for request in group.samples:
             self.scheduler.add(request)
             self._grammars.add(request)
-        self._groups[request_id] = group
+        self._groups[group.samples[0].request_id] = group
 
     def abort(self, request_id: str) -> None:
         """End a request; its increment with finish_reason "abort" comes with the next step.
@@ -322,6 +346,22 @@ class Engine:
             raise
         return increments
 
+    def run_empty_step(self) -> None:
+        """Run padding alone through `execute_model`: no state is touched, and nothing comes of it.
+
+        A replica without work does so while others have some, so that the collectives inside their
+        steps find their partners. Nothing is in flight, but for earlier empty steps.
+        """
+        assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
+        plan = padding_plan(1, self.num_speculative_tokens + 1)
+        self._empty_steps.append(self.runner.execute_model(plan))
+        self._settle_empty_steps(self.max_steps_in_flight - 1)
+
+    def _settle_empty_steps(self, num_in_flight: int = 0) -> None:
+        """Wait for empty steps, the oldest first, until so many are left."""
+        while len(self._empty_steps) > num_in_flight:
+            self._empty_steps.popleft().output.wait()
+
     def _read_down_to(self, num_in_flight: int, increments: list[Increment]) -> None:
         """Read outcomes, the oldest first, until so many are left; adds to `increments`."""
         while len(self._in_flight) > num_in_flight:
@@ -341,8 +381,10 @@ class Engine:
             plan = self._planner.prepare(scheduled, schedule)
             self._host_drafts.stage(scheduled)
             self._grammars.stage(scheduled)
+            self._settle_empty_steps()
             handle = self.runner.execute_model(plan, timed=self.trace is not None)
-            self._in_flight.append(_InFlight(handle, scheduled, next(self._steps), started))
+            self._in_flight.append(_InFlight(handle, scheduled, self.num_steps, started))
+            self.num_steps += 1
         return scheduled is not None and not schedule.must_drain
 
     def _start_over(self) -> None:
@@ -352,6 +394,7 @@ class Engine:
         their texts go on as if nothing had happened.
         """
         self._in_flight.clear()
+        self._empty_steps.clear()
         for request in self.scheduler.preempt_all():
             request.row = None
         self.runner.abandon_steps()
