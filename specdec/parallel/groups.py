@@ -99,6 +99,16 @@ class ParallelGroups:
 _groups: ParallelGroups | None = None
 
 
+def is_rank() -> bool:
+    """Return whether this process is a rank of a job, by torchrun or by `launch`."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the rank that writes and prints, or no rank at all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def init_groups(config: ParallelConfig, device_type: str = "cpu") -> ParallelGroups:
     """Set up the process groups of this rank; all ranks call it alike.
 

@@ -45,11 +45,6 @@ class RankFailedError(RankError):
         self.rank = rank
 
 
-def is_rank() -> bool:
-    """Return whether this process is a rank of a job already, by torchrun or by `launch`."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> None:
     """Run `fn(*args)` on ranks of this machine and wait for all.
 

@@ -302,6 +302,9 @@ class DataParallelEngine:
             self._router.advance(increment)
             if increment.output is not None:
                 self._forget(increment.request_id)
+        if not self._requests:
+            while self.engine.has_requests:  # outcomes of nobody, still in flight
+                self.engine.step()
         return increments
 
     def _compare(self, states: list[list[int]]) -> None:
