@@ -51,7 +51,7 @@ from specdec.latencies import summarise_latencies
 from specdec.log import progress, setup_logging
 from specdec.parallel.groups import ParallelConfig, init_groups, is_first_rank, is_rank
 from specdec.parallel.launch import launch
-from specdec.parallel.replicas import device_of_rank, device_type
+from specdec.parallel.replicas import check_host, device_of_rank, device_type
 from specdec.tracker import Tracker, TrackerConfig, hide_secrets, make_tracker, without_secrets
 from specdec.types import SamplingParams
 
@@ -328,6 +328,7 @@ def run_task(cfg: DictConfig) -> None:
     elif is_rank():
         run_rank(logging.getLogger().level, *given)
     else:
+        check_host(config.engine)
         launch(run_rank, config.engine.data_parallel_size, (logging.getLogger().level, *given))
 
 

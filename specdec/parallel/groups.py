@@ -32,7 +32,7 @@ class RankError(SpecdecError):
 
 
 class LostRankError(RankError):
-    """Another rank does not answer any more; which one, and why, its own end tells."""
+    """Another rank failed, or does not answer any more; this rank cannot go on without it."""
 
 
 @dataclass(frozen=True)

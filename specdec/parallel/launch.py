@@ -66,8 +66,9 @@ def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> 
         assert context is not None
         processes: list[Any] = list(context.processes)
         try:
-            while _running(processes) and not _failed(processes):
-                connection.wait([p.sentinel for p in _running(processes)])
+            # Asked once a turn: to wait for an empty list would never end.
+            while (running := _running(processes)) and not _failed(processes):
+                connection.wait([process.sentinel for process in running])
             _wait(processes, _GRACE_S)
         finally:
             ended = {rank: p.exitcode for rank, p in enumerate(processes)}  # by themselves

@@ -18,6 +18,7 @@ none can wait for one that has stopped. A message also carries the number of the
 of the calls before it: ranks that were asked for different things say so.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -26,6 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from runner.loader import LoadedTarget, resolve_device
 from runner.model_runner import ModelRunner
@@ -35,7 +37,13 @@ from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError
 from specdec.intake import Prompt
 from specdec.parallel.exchange import gather_bytes, share
-from specdec.parallel.groups import ParallelConfig, ParallelGroups, RankError, init_groups
+from specdec.parallel.groups import (
+    LostRankError,
+    ParallelConfig,
+    ParallelGroups,
+    RankError,
+    init_groups,
+)
 from specdec.parallel.messages import encode, pack, unpack
 from specdec.parallel.rank_check import RankCheck
 from specdec.parallel.router import Router
@@ -269,7 +277,9 @@ class DataParallelEngine:
         except BaseException as error:
             # The others are a step ahead or wait for this rank: there is no way back in.
             self._pending = increments
-            self._failure = str(error) or type(error).__name__
+            self._failure = f"{type(error).__name__}: {error}"
+            if isinstance(error, Exception) and not isinstance(error, RankError):
+                self._tell_failure(self._failure)
             raise
         return increments
 
@@ -288,8 +298,7 @@ class DataParallelEngine:
         if self.groups.control is None:
             found = [own]
         else:
-            state = [self._num_steps, self._calls]
-            message = encode([state, pack(own, self._requests)])
+            message = encode([[self._num_steps, self._calls, None], pack(own, self._requests)])
             texts = gather_bytes(self.groups.control, message)
             messages = [json.loads(text) for text in texts]
             self._compare([told for told, _ in messages])
@@ -307,8 +316,17 @@ class DataParallelEngine:
                 self.engine.step()
         return increments
 
-    def _compare(self, states: list[list[int]]) -> None:
-        """Refuse to go on where ranks were asked for different things."""
+    def _tell_failure(self, failure: str) -> None:
+        """Answer the others once more, so that they learn of a failure rather than wait."""
+        if self.groups.control is not None:
+            with contextlib.suppress(LostRankError):
+                gather_bytes(self.groups.control, encode([[0, 0, failure[:500]], []]))
+
+    def _compare(self, states: list[list[Any]]) -> None:
+        """Refuse to go on where a rank failed, or ranks were asked for different things."""
+        for rank, (_, _, failure) in enumerate(states):
+            if failure is not None:
+                raise LostRankError(f"rank {rank} failed in a step: {failure}")
         odd = [rank for rank, state in enumerate(states) if state != states[0]]
         if odd:
             raise RankError(
@@ -318,8 +336,27 @@ class DataParallelEngine:
 
 
 def device_type(config: EngineConfig) -> str:
-    """Return "cuda" or "cpu": where the ranks of this configuration run."""
+    """Return "cuda" or "cpu": where the ranks of this configuration run.
+
+    Raises:
+        ConfigError: see `runner.loader.resolve_device`.
+    """
     return resolve_device(config.device).type
+
+
+def check_host(config: EngineConfig) -> None:
+    """Check that this machine alone has what all ranks need, before they are started.
+
+    Raises:
+        ConfigError: it has fewer GPUs than ranks.
+    """
+    num_ranks = config.data_parallel_size * config.tensor_parallel_size
+    if device_type(config) == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size} x tensor_parallel_size="
+            f"{config.tensor_parallel_size} needs {num_ranks} GPUs, and this machine has "
+            f"{torch.cuda.device_count()}; give smaller sizes, or start several machines by torchrun"
+        )
 
 
 def device_of_rank(config: EngineConfig, groups: ParallelGroups) -> str:
