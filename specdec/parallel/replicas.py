@@ -355,7 +355,7 @@ def check_host(config: EngineConfig) -> None:
         raise ConfigError(
             f"data_parallel_size={config.data_parallel_size} x tensor_parallel_size="
             f"{config.tensor_parallel_size} needs {num_ranks} GPUs, and this machine has "
-            f"{torch.cuda.device_count()}; give smaller sizes, or start several machines by torchrun"
+            f"{torch.cuda.device_count()}; give smaller sizes, or start more machines by torchrun"
         )
 
 
