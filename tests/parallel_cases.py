@@ -116,7 +116,7 @@ def meet_in_every_step(engine: DataParallelEngine) -> list[int]:
 
     def execute_and_meet(*args: Any, **kwargs: Any) -> Any:
         counts[0] += 1
-        met = torch.tensor([1, counts[0]])
+        met = torch.tensor([1, counts[0]], device=runner.device)
         dist.all_reduce(met, group=engine.groups.dp)
         size = engine.groups.world_size
         assert met.tolist() == [size, size * counts[0]], f"step {counts[0]} met another: {met}"
@@ -126,13 +126,19 @@ def meet_in_every_step(engine: DataParallelEngine) -> list[int]:
     return counts
 
 
-def run_schedules(first: int, last: int) -> dict[str, Any]:
-    """Play schedules on replicas and, on the first rank, on one engine; returns what differs."""
-    target = tiny_target(tiny_model())
-    options = {**OPTIONS, "num_kv_blocks": 9, "block_size": 8}
+def run_schedules(first: int, last: int, device: str = "cpu") -> dict[str, Any]:
+    """Play schedules on replicas and, on the first rank, on one engine; returns what differs.
+
+    Args:
+        first, last: seeds of the schedules, `last` left out.
+        device: "cpu", or "cuda": then each rank has its own GPU.
+    """
+    own_device = f"cuda:{this_rank()}" if device == "cuda" else device
+    target = tiny_target(tiny_model().to(own_device))
+    options = {**OPTIONS, "device": own_device, "num_kv_blocks": 5, "block_size": 8}
     pairs = []
     for every in (1, 2, 3):
-        own = {**options, "data_parallel_size": 2, "exchange_every": every}
+        own = {**options, "device": device, "data_parallel_size": 2, "exchange_every": every}
         engine = DataParallelEngine(target, "ngram", "sampled_match", K, **own)
         reference = Engine(target, "ngram", "sampled_match", K, **options)
         pairs.append((engine, reference, meet_in_every_step(engine)))
@@ -178,10 +184,10 @@ def _differences(
     return found
 
 
-def many_schedules(folder: str, num_schedules: int, limit_s: int) -> None:
+def many_schedules(folder: str, num_schedules: int, limit_s: int, device: str = "cpu") -> None:
     """Play many schedules, inside a hard limit of time."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
-    leave(folder, run_schedules(0, num_schedules))
+    leave(folder, run_schedules(0, num_schedules, device))
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -186,7 +186,12 @@ def test_a_run_on_two_ranks_leaves_the_folder_of_a_run_on_one(tmp_path: Path) ->
                 *(sys.executable, "-m", "experiments.run", f"target.name={target}"),
                 *("target.dtype=float32", "engine.device=cpu", "prompts=file"),
                 *(f"prompts.path={questions}", "sampling.max_tokens=12", "warmup_tokens=2"),
-                *("equality.max_tokens=8", "batch_size=3", "workload=poisson", "workload.rate_per_s=50"),
+                *(
+                    "equality.max_tokens=8",
+                    "batch_size=3",
+                    "workload=poisson",
+                    "workload.rate_per_s=50",
+                ),
                 *(f"engine.data_parallel_size={size}", f"hydra.run.dir={folder}"),
             ],
             cwd=ROOT,
