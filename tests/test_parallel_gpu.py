@@ -1,4 +1,4 @@
-"""Empty steps inside graphs, and two replicas on two GPUs. Run on a GPU machine with `pytest -m gpu`."""
+"""Empty steps inside graphs, and two replicas on two GPUs; run by `pytest -m gpu`."""
 
 from pathlib import Path
 
