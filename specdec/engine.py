@@ -350,7 +350,7 @@ class Engine:
         """Run padding alone through `execute_model`: no state is touched, and nothing comes of it.
 
         A replica without work does so while others have some, so that the collectives inside their
-        steps find their partners. Nothing is in flight, but for earlier empty steps.
+        targets find their partners. Nothing is in flight, but for earlier empty steps.
         """
         assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         plan = padding_plan(1, self.num_speculative_tokens + 1)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.run_folder import UnwrittenFolder
 from runner.input_batch import StepPlan
 from specdec import LLM, Engine, SamplingParams
 from specdec.config import EngineConfig
 from specdec.errors import CapacityError, ConfigError, UnsupportedError
+from specdec.log import progress
 from specdec.parallel.groups import ParallelConfig, init_groups
 from specdec.parallel.launch import RankFailedError, _failure
 from specdec.parallel.messages import encode, pack, unpack
@@ -322,6 +324,28 @@ def test_a_rank_alone_agrees_with_itself() -> None:
 def engine_shares(engine: DataParallelEngine) -> bool:
     """Return whether a lone rank gets its own value."""
     return engine.share({"a": 1.5}) == {"a": 1.5}
+
+
+def test_a_rank_beside_the_first_writes_nothing(tmp_path: Path) -> None:
+    folder = UnwrittenFolder(tmp_path / "run")
+    folder.write_text("config.yaml", "a: 1")
+    folder.write_json("arms.json", [])
+    folder.flush([])
+    assert not folder.flush_if_due([])
+    assert not folder.path.exists()
+
+
+def test_one_progress_bar_serves_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = []
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with progress("work", total=1) as bar:
+            bar.advance()
+        shown.append("work" in capfd.readouterr().err)
+    assert shown == [False, True]
 
 
 # --- why a job ended ------------------------------------------------------------------------------

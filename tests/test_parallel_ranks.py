@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+from filelock import FileLock
 
 from specdec.parallel.launch import RankFailedError, launch
 from tests.parallel_cases import (
@@ -28,9 +30,18 @@ SECONDS_TO_END = 20  # of a job, once one of its ranks died
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank of one pair saw; to start processes takes longest."""
-    folder = tmp_path_factory.mktemp("ranks")
-    launch(quick_checks, 2, (str(folder),))
+    """Return what each rank of one pair saw; to start processes takes longest.
+
+    The processes of a parallel pytest share the pair: the first one to need it starts it.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / "two_ranks"
+    with FileLock(root / "two_ranks.lock"):
+        if not folder.is_dir():
+            folder.mkdir()
+            launch(quick_checks, 2, (str(folder),))
     return read(folder)
 
 
@@ -206,5 +217,16 @@ def test_a_run_on_two_ranks_leaves_the_folder_of_a_run_on_one(tmp_path: Path) ->
     assert texts[0] == texts[1]
     names = [{path.name for path in (tmp_path / f"run{size}").iterdir()} for size in (1, 2)]
     assert names[0] == names[1]
+    for size in (1, 2):  # the traces of all replicas are there
+        folder = tmp_path / f"run{size}"
+        requests = pd.read_parquet(folder / "requests.parquet")
+        committed = requests.groupby("arm")["num_committed"].sum().to_dict()
+        for arm in {arm for arm, _ in texts[0]}:
+            own = [tokens for (name, _), tokens in texts[0].items() if name == arm]
+            assert committed[arm] == sum(map(len, own))
+        steps = pd.read_parquet(folder / "steps.parquet")
+        assert not steps.duplicated(["arm", "step"]).any()
+        assert set(requests["step"]) <= set(steps["step"])
+        assert (steps["step"].max() >= 10**9) == (size == 2)  # a block of numbers a replica
     verdicts = json.loads((tmp_path / "run2" / "arms.json").read_text())
     assert verdicts[1]["verdict"]["status"] == "equal"

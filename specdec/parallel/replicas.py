@@ -8,7 +8,8 @@ A step of all replicas is, on every rank:
 
 1. one `execute_model`: that of the own engine's step, or, where this had nothing to enqueue, that
    of an empty step. Thus every rank enqueues as many steps as any other, whatever it has to do, and
-   collectives inside a step always find their partners.
+   collectives inside the target's layers always find their partners. (A drafter's passes differ
+   from step to step: a step that only runs prompts has none. Collectives are not for them.)
 2. every `exchange_every` steps, one all-gather of what the replicas' requests got since. From it
    every rank brings its list of unfinished requests and the router's loads up to date.
 
