@@ -22,7 +22,7 @@ from specdec.log import progress
 from specdec.parallel.groups import ParallelConfig, init_groups
 from specdec.parallel.launch import RankFailedError, _failure
 from specdec.parallel.messages import encode, pack, unpack
-from specdec.parallel.rank_check import RankCheck
+from specdec.parallel.rank_check import RankCheck, describe
 from specdec.parallel.replicas import DataParallelEngine, check_host, device_of_rank
 from specdec.parallel.router import Router
 from specdec.types import Increment
@@ -319,6 +319,23 @@ def test_a_rank_alone_agrees_with_itself() -> None:
     check.add("tokens", np.arange(4))
     check.compare(1)
     assert engine_shares(make_engine())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({(2, 1, 3): 9}, "rank 6 and the rest of 4 ranks disagree in tokens at step 8"),
+        ({(1, 2, 1): 9, (3, 2, 2): 9}, "rank 5 and the rest of 4 ranks disagree in kernel choices"),
+        ({(1, 0, 2): 9, (3, 0, 2): 8}, "ranks 4, 5, 6, 7 disagree in drafts at step 7"),
+        ({(0, 1, 0): 1}, "rank 4 and the rest of 4 ranks disagree in the number of the step"),
+    ],
+)
+def test_the_odd_rank_is_named(changes: dict[tuple[int, int, int], int], text: str) -> None:
+    table = np.zeros((4, 3, 5), dtype=np.int64)
+    table[:, :, 0] = [7, 8, 9]
+    for where, value in changes.items():
+        table[where] = value
+    assert describe([4, 5, 6, 7], table).startswith(text)
 
 
 def engine_shares(engine: DataParallelEngine) -> bool:

@@ -42,7 +42,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         if not folder.is_dir():
             folder.mkdir()
             launch(quick_checks, 2, (str(folder),))
-    return read(folder)
+    ranks = read(folder)
+    assert len(ranks) == 2
+    return ranks
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "sampled_match"])

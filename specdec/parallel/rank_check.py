@@ -65,28 +65,37 @@ class RankCheck:
 
     def _tell(self) -> None:
         """Raise what differs, from the sums of all steps since the last comparison."""
+        assert self._group is not None
         own = torch.tensor(self._history, dtype=torch.int64)
         gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size(self._group))]
         with watch_ranks("compare itself with the others"):
             dist.all_gather(gathered, own, self._group)
-        table = torch.stack(gathered).numpy()  # [ranks, steps, 1 + kinds]
-        assert self._group is not None
         ranks = dist.get_process_group_ranks(self._group)
-        differs = (table != table[:1]).any(axis=0)
-        line = int(differs.any(axis=1).argmax())
-        column = int(differs[line].argmax())
-        what = KINDS[column - 1] if column else "the number of the step"
-        values = table[:, line, column].tolist()
-        usual, times = Counter(values).most_common(1)[0]
-        if 2 * times > len(values):
-            odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
-            who = f"{_named(odd)} and the rest of {len(ranks)} ranks disagree"
-        else:  # there is no majority to hold one against
-            who = f"{_named(ranks)} disagree"
-        raise RankError(
-            f"{who} in {what} at step {table[0, line, 0]}: ranks have to compute the same there; "
-            "run the same code, versions and devices on each, or report the two steps"
-        )
+        raise RankError(describe(ranks, torch.stack(gathered).numpy()))
+
+
+def describe(ranks: list[int], table: np.ndarray) -> str:
+    """Say who differs from whom, in which step first, and in what.
+
+    Args:
+        ranks: R of them.
+        table: [R, steps, 1 + kinds] int64, the step and the sums of KINDS behind it; not all alike.
+    """
+    differs = (table != table[:1]).any(axis=0)
+    line = int(differs.any(axis=1).argmax())
+    column = int(differs[line].argmax())
+    what = KINDS[column - 1] if column else "the number of the step"
+    values = table[:, line, column].tolist()
+    usual, times = Counter(values).most_common(1)[0]
+    if 2 * times > len(values):
+        odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
+        who = f"{_named(odd)} and the rest of {len(ranks)} ranks disagree"
+    else:  # there is no majority to hold one against
+        who = f"{_named(ranks)} disagree"
+    return (
+        f"{who} in {what} at step {table[0, line, 0]}: ranks have to compute the same there; run "
+        "the same code, versions and options on each"
+    )
 
 
 def _named(ranks: list[int]) -> str:
