@@ -21,12 +21,14 @@ from experiments.prompts import (
     load_questions,
     select_questions,
 )
+from experiments.ranks import gather_trace
 from experiments.schemas import Plugin, PromptsConfig, RunConfig, load_plugin
 from experiments.workload import Latency, Pace
 from runner.loader import LoadedTarget
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError
 from specdec.log import warn_once
+from specdec.parallel.replicas import DataParallelEngine
 from specdec.trace import StepTrace
 from specdec.types import RequestOutput, RequestStats, SamplingParams
 
@@ -83,12 +85,13 @@ class Arm:
     """An arm while it is timed."""
 
     spec: ArmSpec
-    engine: Engine
+    engine: Engine | DataParallelEngine
     trace: StepTrace
     turns: list[Turn] = field(default_factory=list)
     timings: list[dict[str, Any]] = field(default_factory=list)
     latencies: list[dict[str, Any]] = field(default_factory=list)
     num_skipped: int = 0
+    gathered: list[tuple[pd.DataFrame, pd.DataFrame]] = field(default_factory=list)
 
     @property
     def kv_bytes(self) -> int:
@@ -143,16 +146,29 @@ class Arm:
             }
         )
 
+    def gather(self) -> None:
+        """Bring together what all replicas traced, where there are several."""
+        if isinstance(self.engine, DataParallelEngine):
+            self.gathered.append(gather_trace(self.engine.groups, self.trace))
+            self.trace = self.engine.trace = StepTrace()
+
     def requests(self) -> pd.DataFrame:
         """Return the trace per request and step, with arm, k and turn; of answered turns alone."""
-        frame = self.trace.requests()
+        frame = _behind([rows for rows, _ in self.gathered], self.trace.requests())
         frame = frame[frame["request_id"].isin([turn.request_id for turn in self.turns])]
         turn = [int(name.rpartition("/")[2]) for name in frame["request_id"]]
         return frame.assign(arm=self.spec.name, k=self.spec.k, turn=turn)
 
     def steps(self) -> pd.DataFrame:
         """Return the trace per step, with the arm."""
-        return self.trace.steps().assign(arm=self.spec.name)
+        rows = _behind([steps for _, steps in self.gathered], self.trace.steps())
+        return rows.assign(arm=self.spec.name)
+
+
+def _behind(gathered: list[pd.DataFrame], last: pd.DataFrame) -> pd.DataFrame:
+    """Return rows behind those that were gathered before."""
+    frames = [frame for frame in [*gathered, last] if len(frame)]
+    return pd.concat(frames, ignore_index=True) if len(frames) > 1 else (frames or [last])[0]
 
 
 def request_id(question_id: str, turn: int) -> str:
@@ -244,9 +260,10 @@ def choose_questions(config: PromptsConfig) -> list[Question]:
 
 def build_engine(
     spec: ArmSpec, config: RunConfig, target: LoadedTarget, trace: StepTrace | None = None
-) -> Engine:
+) -> Engine | DataParallelEngine:
     """Build an arm's engine on a target that is already loaded."""
-    return Engine(
+    several = config.engine.data_parallel_size > 1
+    return (DataParallelEngine if several else Engine)(
         target,
         spec.drafter.spec,
         config.verifier.spec,
@@ -283,7 +300,9 @@ def groups_of(questions: Sequence[Question], batch_size: int) -> list[list[Quest
     return [list(questions[i : i + batch_size]) for i in range(0, len(questions), batch_size)]
 
 
-def encode(engine: Engine | LoadedTarget, messages: Sequence[dict[str, str]]) -> list[int]:
+def encode(
+    engine: Engine | DataParallelEngine | LoadedTarget, messages: Sequence[dict[str, str]]
+) -> list[int]:
     """Return a conversation's tokens, ready for the next answer."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "a loaded target brings its tokenizer"
@@ -346,7 +365,7 @@ class _Conversation:
 
 
 def play(
-    engine: Engine,
+    engine: Engine | DataParallelEngine,
     questions: Iterable[Question],
     make_params: Callable[[str], SamplingParams],
     pace: Pace | None = None,
@@ -393,6 +412,8 @@ def play(
 
     while waiting or engine.has_requests:
         now_s = time.perf_counter() - started
+        if waiting and isinstance(engine, DataParallelEngine):
+            now_s = engine.share(now_s)  # all ranks have to see a question arrive at once
         while waiting and waiting[0][0] <= now_s and len(running) < limit:
             arrival_s, conversation = waiting.popleft()
             advance(conversation, arrival_s)
@@ -418,7 +439,9 @@ def play(
     return played
 
 
-def _prompt(engine: Engine, question: Question, messages: Sequence[dict[str, str]]) -> list[int]:
+def _prompt(
+    engine: Engine | DataParallelEngine, question: Question, messages: Sequence[dict[str, str]]
+) -> list[int]:
     """Return the tokens of a conversation up to its next answer.
 
     Raises:

@@ -26,6 +26,7 @@ from runner.models.hf import HFModel
 from sampler.noise import STREAM_TARGET, mix_seed, noise_gumbel, noise_key
 from specdec.errors import SpecdecError
 from specdec.log import progress
+from specdec.parallel.groups import RankError
 from specdec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -277,6 +278,8 @@ def try_equality(
         # Loaded anew: a CPU's bf16 weights are packed, so that they cannot be converted in place.
         target = target or load_target(config.target.name, torch.float32, device)
         return check_equality(specs, config, target, questions)
+    except RankError:
+        raise  # nothing can be told of the rest of a run that lost a rank
     except (SpecdecError, torch.OutOfMemoryError) as error:
         reason = " ".join(str(error).split())[:300]
         logger.warning("texts are not compared: %s", reason)

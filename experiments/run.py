@@ -4,11 +4,13 @@ One target is loaded; for each group of questions every arm runs in turn, so tha
 machine hits all arms alike. Traces, texts, verdicts and the report go into Hydra's output folder.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,14 +41,18 @@ from experiments.context import fit_context
 from experiments.equality import Verdict, first_verdict, try_equality
 from experiments.prompts import Question
 from experiments.provenance import collect_provenance
-from experiments.run_folder import RunFolder
+from experiments.ranks import setup_rank_logging
+from experiments.run_folder import RunFolder, UnwrittenFolder
 from experiments.schemas import RunConfig, load_config, register_schemas
 from experiments.workload import Pace, cut_groups, plan_paces
 from runner.loader import LoadedTarget, load_target, resolve_device, resolve_dtype
 from specdec.errors import CapacityError
 from specdec.latencies import summarise_latencies
 from specdec.log import progress, setup_logging
-from specdec.tracker import Tracker, hide_secrets, make_tracker, without_secrets
+from specdec.parallel.groups import ParallelConfig, init_groups, is_first_rank, is_rank
+from specdec.parallel.launch import launch
+from specdec.parallel.replicas import check_host, device_of_rank, device_type
+from specdec.tracker import Tracker, TrackerConfig, hide_secrets, make_tracker, without_secrets
 from specdec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -101,19 +107,21 @@ def execute(config: RunConfig, path: Path, command: str, resolved: Mapping[str, 
     seed = config.seed
     paces = plan_paces(config.workload, len(questions), config.batch_size, seed)
     specs = plan_arms(config)
-    folder = RunFolder(path)
+    writes = config.engine.data_parallel_size == 1 or is_first_rank()
+    folder = RunFolder(path) if writes else UnwrittenFolder(path)
     folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
     provenance = collect_provenance(command, seed, device, dtype)
     folder.write_json("provenance.json", provenance)
     run_name = f"{Path(config.target.name).name}, {specs[-1].name}"
-    tracker = make_tracker(config.tracker, resolved, path, run_name)
+    tracker_config = config.tracker if writes else TrackerConfig()
+    tracker = make_tracker(tracker_config, resolved, path, run_name)
     failed = True
     try:
         run = _Run(config, folder, tracker, specs, questions, paces)
         _measure(run, dtype, device)
         provenance["duration_s"] = round(time.monotonic() - started, 1)
         folder.write_json("provenance.json", provenance)
-        result = _report(run)
+        result = _report(run) if writes else RunResult(path, path / "report.html", [], None)
         failed = False
         return result
     finally:
@@ -166,6 +174,7 @@ def _time_arms(
                 first = index % len(arms)
                 for arm in arms[first:] + arms[:first]:
                     arm.add(play(arm.engine, group, run.params, pace), index)
+                    arm.gather()
                     bar.advance(
                         f"{arm.spec.name}: {arm.tokens_per_s:.1f} tokens/s, "
                         f"accepted length {arm.accepted_length:.2f}"
@@ -313,13 +322,46 @@ def run_task(cfg: DictConfig) -> None:
     assert isinstance(resolved, dict), type(resolved)
     command = "python -m experiments.run " + shlex.join(hydra_config.overrides.task)
     folder = Path(hydra_config.runtime.output_dir)
-    show(execute(config, folder, command.strip(), {str(k): v for k, v in resolved.items()}))
+    given = config, folder, command.strip(), {str(k): v for k, v in resolved.items()}
+    if config.engine.data_parallel_size == 1:
+        show(execute(*given))
+    elif is_rank():
+        run_rank(logging.getLogger().level, *given)
+    else:
+        check_host(config.engine)
+        launch(run_rank, config.engine.data_parallel_size, (logging.getLogger().level, *given))
+
+
+def run_rank(
+    level: int, config: RunConfig, path: Path, command: str, resolved: Mapping[str, Any]
+) -> None:
+    """Run a checked configuration as one of its ranks; the first one writes and prints.
+
+    Args:
+        level: of the first rank's log.
+        config, path, command, resolved: see `execute`.
+
+    Raises:
+        SpecdecError: see `execute`; or another rank ended.
+    """
+    setup_rank_logging(level, path / "run.log")
+    sizes = ParallelConfig(config.engine.data_parallel_size, config.engine.tensor_parallel_size)
+    groups = init_groups(sizes, device_type(config.engine))
+    device = device_of_rank(config.engine, groups)
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, device=device))
+    result = execute(config, path, command, resolved)
+    if groups.rank == 0:
+        show(result)
 
 
 def main() -> int:
     """Run the app on the command line; returns the exit code."""
     register_schemas()
-    return hydra_app("run", run_task, "what was measured so far is in the run folder")
+    with contextlib.ExitStack() as stack:
+        if is_rank() and not is_first_rank():  # torchrun: Hydra makes a folder for each process
+            unwritten = stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-rank-"))
+            sys.argv.append(f"hydra.run.dir={unwritten}")
+        return hydra_app("run", run_task, "what was measured so far is in the run folder")
 
 
 if __name__ == "__main__":

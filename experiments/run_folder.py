@@ -79,6 +79,23 @@ class RunFolder:
             raise _cannot_write(self.path / name, error) from error
 
 
+class UnwrittenFolder(RunFolder):
+    """The run folder of a rank that writes nothing: the first rank of its job does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def flush_if_due(self, arms: Sequence[Arm]) -> bool:
+        """Write nothing."""
+        return False
+
+    def flush(self, arms: Sequence[Arm]) -> None:
+        """Write nothing."""
+
+    def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
+        """Write nothing."""
+
+
 def _join(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Concatenate; frames without rows would only spoil the column types."""
     return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)

@@ -8,6 +8,7 @@ from runner.loader import LoadedTarget
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.intake import Prompt
+from specdec.parallel.replicas import DataParallelEngine
 from specdec.trace import StepTrace
 from specdec.types import Increment, RequestOutput, SamplingParams
 
@@ -25,10 +26,13 @@ class LLM:
         draft_length: how many of the K drafts a step proposes: "fixed" (all), or another policy by
             name, mapping or config object: "by_batch_size", "confidence", "goodput".
         options: fields of `specdec.config.EngineConfig` (dtype, device, seed, max_num_reqs,
-            max_model_len, max_num_batched_tokens, num_kv_blocks, block_size, ...).
+            max_model_len, max_num_batched_tokens, num_kv_blocks, block_size, ...). With
+            data_parallel_size above 1 every rank builds its LLM and makes the same calls; each
+            returns all outputs (docs/parallel.md).
 
     Raises:
         ConfigError, WeightsError, UnsupportedError, CapacityError: see `Engine`.
+        RankError: ranks lost, or contradict, one another.
     """
 
     def __init__(
@@ -41,7 +45,9 @@ class LLM:
         draft_length: str | Mapping[str, Any] | object = "fixed",
         **options: Any,
     ) -> None:
-        self.engine = Engine(
+        replicas = options.get("data_parallel_size", 1)
+        several = isinstance(replicas, int) and replicas > 1
+        self.engine = (DataParallelEngine if several else Engine)(
             target,
             drafter,
             verifier,

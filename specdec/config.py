@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -51,6 +51,12 @@ class EngineConfig:
             mappings with a key "name".
         phase_events: record events between the phases inside the graph of a whole step, so that
             traces tell their times apart; they cost device time, and one step is in flight at most.
+        data_parallel_size: replicas of the engine, each in a process of its own, that share the
+            requests (docs/parallel.md).
+        tensor_parallel_size: processes that share the layers of a replica; only 1 for now.
+        exchange_every: steps after which replicas exchange results; more of them cost less waiting
+            for one another, and bring what is new later.
+        check_ranks_every: steps after which ranks that have to agree compare checksums.
         penalties: keep what repetition, frequency and presence penalties need, a count for each
             row and token; without it they are refused.
     """
@@ -72,12 +78,17 @@ class EngineConfig:
     logits_processors: list[Any] = dataclasses.field(default_factory=list)
     penalties: bool = True
     phase_events: bool = False
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    exchange_every: int = 1
+    check_ranks_every: int = 64
 
     def check(self, num_speculative_tokens: int) -> None:
         """Check every range, and that a step can hold one verification.
 
         Raises:
             ConfigError: names the key, the value and what is allowed.
+            UnsupportedError: tensor parallelism is asked for.
         """
         for name, lowest in (
             ("max_num_reqs", 1),
@@ -87,10 +98,19 @@ class EngineConfig:
             ("block_size", 1),
             ("max_steps_in_flight", 1),
             ("steps_per_launch", 1),
+            ("data_parallel_size", 1),
+            ("tensor_parallel_size", 1),
+            ("exchange_every", 1),
+            ("check_ranks_every", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{name}={value} is not allowed; give an integer >= {lowest}")
+        if self.tensor_parallel_size > 1:
+            raise UnsupportedError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; give 1, "
+                "and data_parallel_size for replicas"
+            )
         for name, allowed in (
             ("graph_scope", ("auto", "step", "draft", "none")),
             ("token_table", ("device", "pinned")),
@@ -101,16 +121,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={value!r} is not allowed; give one of {', '.join(allowed)}"
                 )
-        if self.phase_events and (self.max_steps_in_flight or 1) > 1:
-            raise ConfigError(
-                f"max_steps_in_flight={self.max_steps_in_flight} does not go with phase_events: a "
-                "graph's events are read before it is launched again; set it to 1, or leave it out"
-            )
-        if self.phase_events and self.steps_per_launch > 1:
-            raise ConfigError(
-                f"steps_per_launch={self.steps_per_launch} does not go with phase_events: the "
-                "events of a graph mark one step; set it to 1, or leave phase_events out"
-            )
+        self._check_pairs()
         sizes = self.graph_num_reqs
         if sizes is not None and (sizes != sorted(set(sizes)) or not sizes or sizes[0] < 1):
             raise ConfigError(
@@ -121,6 +132,29 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold a verification "
                 f"of num_speculative_tokens={num_speculative_tokens}; give at least "
                 f"{num_speculative_tokens + 1}"
+            )
+
+    def _check_pairs(self) -> None:
+        """Refuse options that exclude one another.
+
+        Raises:
+            ConfigError: names both.
+        """
+        if self.phase_events and (self.max_steps_in_flight or 1) > 1:
+            raise ConfigError(
+                f"max_steps_in_flight={self.max_steps_in_flight} does not go with phase_events: a "
+                "graph's events are read before it is launched again; set it to 1, or leave it out"
+            )
+        if self.phase_events and self.steps_per_launch > 1:
+            raise ConfigError(
+                f"steps_per_launch={self.steps_per_launch} does not go with phase_events: the "
+                "events of a graph mark one step; set it to 1, or leave phase_events out"
+            )
+        if self.data_parallel_size > 1 and self.steps_per_launch > 1:
+            raise ConfigError(
+                f"steps_per_launch={self.steps_per_launch} does not go with "
+                f"data_parallel_size={self.data_parallel_size}: replicas make a step each in turn; "
+                "set one of them to 1"
             )
 
 

@@ -16,18 +16,15 @@ import numpy as np
 
 from runner.async_output import StepHandle, StepOutput
 from runner.config import RunnerConfig
+from runner.input_batch import padding_plan
 from runner.loader import (
     LoadedTarget,
-    eos_token_ids,
     load_target,
     resolve_device,
     resolve_dtype,
 )
 from runner.model_runner import ModelRunner
-from sampler.processors.builtin import make_processors
-from sampler.processors.chain import ProcessorChain
 from sampler.processors.grammar import GrammarMasks
-from sampler.sampler import Sampler
 from specdec.admission import Admission
 from specdec.checks import check_host_drafter, check_pairing, check_placement
 from specdec.config import EngineConfig, from_mapping
@@ -43,10 +40,10 @@ from specdec.kv_cache import BlockAllocator
 from specdec.launches import steps_per_launch
 from specdec.outcomes import Outcomes, trace_outcomes
 from specdec.planning import Planner
-from specdec.protocols import ProcessorSetup
 from specdec.registry import build_config
 from specdec.request import Request
 from specdec.samples import RequestGroup
+from specdec.sampling_setup import make_sampler
 from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from specdec.step_times import StepClock, step_line
 from specdec.trace import StepTrace
@@ -100,6 +97,11 @@ class Engine:
         if config is not None and options:
             raise ConfigError(f"give config or {sorted(options)[0]}, not both")
         config = config or from_mapping(EngineConfig, options, "engine option")
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.data_parallel_size}: an Engine is one replica; use "
+                "LLM, or specdec.parallel.replicas.DataParallelEngine, in as many processes"
+            )
         self.config = config
         drafter_entry, drafter_config = build_config("drafter", drafter)
         verifier_entry, verifier_config = build_config("verifier", verifier)
@@ -135,7 +137,7 @@ class Engine:
 
     def _build(self, target: LoadedTarget) -> None:
         """Build runner and scheduler around a loaded target."""
-        config, model = self.config, target.model
+        config, model, k = self.config, target.model, self.num_speculative_tokens
         limit = model.max_position_embeddings
         if config.max_model_len > limit:
             raise ConfigError(
@@ -150,25 +152,22 @@ class Engine:
         if self.graph_scope == "auto":
             self.graph_scope = "step" if on_gpu else "none"
         self.steps_per_launch = steps_per_launch(
-            config, self.graph_scope, self.drafter, self.draft_length, self.num_speculative_tokens
+            config, self.graph_scope, self.drafter, self.draft_length, k
         )
         # On a GPU every scope computes the same shapes, so that their texts are the same.
         uniform_verify = on_gpu or self.graph_scope in ("step", "draft")
-        self._sampler = self._make_sampler(max_num_reqs, target)
+        self._sampler = make_sampler(
+            config, self.verifier, self._processors, k, max_num_reqs, target
+        )
         self.runner = self._make_runner(max_num_reqs, target)
         self._planner = Planner(self.runner, config.max_model_len, coarse=uniform_verify)
         # Again: a drafter may know what it offers only once it is loaded.
-        check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
+        check_pairing(self.drafter, self.verifier, k)
         check_host_drafter(
             self.drafter, replace(config, max_steps_in_flight=self.max_steps_in_flight)
         )
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_reqs,
-                config.max_num_batched_tokens,
-                self.num_speculative_tokens,
-                uniform_verify,
-            ),
+            SchedulerConfig(max_num_reqs, config.max_num_batched_tokens, k, uniform_verify),
             BlockAllocator(self.runner.num_kv_blocks, config.block_size),
             self.draft_length.next_length,
         )
@@ -180,19 +179,20 @@ class Engine:
             self.runner.graphs.launches,
             model.vocab_size,
         )
-        self._admission = Admission(target, self.verifier, config, self.num_speculative_tokens)
+        self._admission = Admission(target, self.verifier, config, k)
         eos_token_ids = self._admission.eos_token_ids
-        self._delivery = Delivery(self.num_speculative_tokens, eos_token_ids)
+        self._delivery = Delivery(k, eos_token_ids)
         self._grammars = GrammarSteps(
             self._admission.grammars,
             self._host_drafts,
             next(p for p in self._sampler.processors.processors if isinstance(p, GrammarMasks)),
-            self.num_speculative_tokens,
+            k,
         )
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._pending: list[Increment] = []
-        self._num_steps = 0
+        self._empty_steps: deque[StepHandle] = deque()
+        self.num_steps = 0  # enqueued so far, empty ones not counted
         self._clock = StepClock()
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
@@ -216,28 +216,6 @@ class Engine:
         )
         return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
 
-    def _make_sampler(self, max_num_reqs: int, target: LoadedTarget) -> Sampler:
-        """Build the sampler and tell the verifier what it is built for."""
-        config, model, k = self.config, target.model, self.num_speculative_tokens
-        bind = getattr(self.verifier, "bind", None)
-        if bind is not None:
-            bind(k, model.device)
-        sizes = max_num_reqs, model.vocab_size
-        setup = ProcessorSetup(*sizes, config.max_model_len, k, model.device)
-        return Sampler(
-            self.verifier,
-            *sizes,
-            model.device,
-            config.logprobs_mode,
-            ProcessorChain(
-                make_processors(setup, self._processors, config.penalties),
-                *sizes,
-                model.device,
-                target.tokenizer,
-                eos_token_ids(model, target.tokenizer),
-            ),
-        )
-
     # --- requests -------------------------------------------------------------------------------
 
     def add_request(
@@ -260,15 +238,33 @@ class Engine:
             UnsupportedError: stop strings or structured output that this target cannot have.
             CapacityError: the KV cache could not hold it even alone.
         """
+        self.enqueue(self.admit(request_id, prompt, params, label))
+
+    def admit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        label: Any = None,
+    ) -> RequestGroup:
+        """Check a request and count it, without queueing it; see `add_request`.
+
+        Data-parallel replicas all admit every request, and so give it the same seed.
+        """
         if request_id in self._groups:
             raise ConfigError(f"request id {request_id!r} is already running; give another")
         group = self._admission.build(request_id, prompt, params, label)
         first = group.samples[0]
         self._sampler.check_request(first.params, first.token_ids)
-        for request in group.samples:  # all of one size: if any is refused, the first one is
+        self.scheduler.check(first)  # all samples are of one size
+        return group
+
+    def enqueue(self, group: RequestGroup) -> None:
+        """Queue a request that was admitted."""
+        for request in group.samples:
             self.scheduler.add(request)
             self._grammars.add(request)
-        self._groups[request_id] = group
+        self._groups[group.samples[0].request_id] = group
 
     def abort(self, request_id: str) -> None:
         """End a request; its increment with finish_reason "abort" comes with the next step.
@@ -334,6 +330,22 @@ class Engine:
             raise
         return increments
 
+    def run_empty_step(self) -> None:
+        """Run padding alone through `execute_model`: no state is touched, and nothing comes of it.
+
+        A replica without work does so while others have some, so that the collectives inside their
+        targets find their partners. Nothing is in flight, but for earlier empty steps.
+        """
+        assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
+        plan = padding_plan(1, self.num_speculative_tokens + 1)
+        self._empty_steps.append(self.runner.execute_model(plan))
+        self._settle_empty_steps(self.max_steps_in_flight - 1)
+
+    def _settle_empty_steps(self, num_in_flight: int = 0) -> None:
+        """Wait for empty steps, the oldest first, until so many are left."""
+        while len(self._empty_steps) > num_in_flight:
+            self._empty_steps.popleft().output.wait()
+
     def _read_down_to(self, num_in_flight: int, increments: list[Increment]) -> None:
         """Read launches, the oldest first, until so many are left; adds to `increments`."""
         while len(self._in_flight) > num_in_flight:
@@ -359,15 +371,14 @@ class Engine:
             plan = self._planner.prepare(scheduled, schedule)
             self._host_drafts.stage(scheduled)
             self._grammars.stage(scheduled)
+            self._settle_empty_steps()
             num_steps, timed = schedule.num_steps, self.trace is not None
             if num_steps == 1:
                 handle = self.runner.execute_model(plan, timed=timed)
             else:
                 handle = self.runner.execute_steps(plan, num_steps, timed=timed)
-            self._in_flight.append(
-                _InFlight(handle, scheduled, self._num_steps, started, num_steps)
-            )
-            self._num_steps += num_steps
+            self._in_flight.append(_InFlight(handle, scheduled, self.num_steps, started, num_steps))
+            self.num_steps += num_steps
         return scheduled is not None and not schedule.must_drain
 
     def _most_steps(self) -> int:
@@ -385,6 +396,7 @@ class Engine:
         their texts go on as if nothing had happened.
         """
         self._in_flight.clear()
+        self._empty_steps.clear()
         for request in self.scheduler.preempt_all():
             request.row = None
         self.runner.abandon_steps()

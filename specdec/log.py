@@ -1,6 +1,7 @@
 """Logging, one-time warnings and the progress bar: the only place that writes to a terminal."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 @contextmanager
 def progress(description: str, total: int) -> Iterator["ProgressBar"]:
     """Show a progress bar on stderr while the block runs; silent when stderr is no terminal."""
-    if not sys.stderr.isatty():
+    # One bar is enough for the ranks of a job, which share a terminal.
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield ProgressBar(None, 0)
         return
     try:

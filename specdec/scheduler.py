@@ -105,11 +105,11 @@ class Scheduler:
         self._drafts_known = False
         self._last_drafted = config.num_speculative_tokens
 
-    def add(self, request: Request) -> None:
-        """Queue a new request.
+    def check(self, request: Request) -> None:
+        """Check that a request could finish, if only alone.
 
         Raises:
-            CapacityError: it could not finish even alone.
+            CapacityError: it could not.
         """
         needed = self.blocks.blocks_for(request.max_total_len)
         if needed > self.blocks.num_blocks:
@@ -118,6 +118,10 @@ class Scheduler:
                 f"takes {needed} KV blocks of {self.blocks.block_size}; there are "
                 f"{self.blocks.num_blocks}; raise num_kv_blocks or lower max_tokens"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; see `check` for its errors."""
+        self.check(request)
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:

@@ -120,7 +120,7 @@ def assert_same_texts(actual: Played, expected: Played) -> int:
 
 def run_steps(engine: Engine, num_steps: int) -> None:
     """Enqueue at least so many steps, and read all that was enqueued."""
-    while engine._num_steps < num_steps:
+    while engine.num_steps < num_steps:
         engine.step()
     engine._read_down_to(0, [])
 

@@ -1,0 +1,174 @@
+"""Starts the ranks of a job on this machine, and ends all of them when one fails.
+
+The ranks are processes of torch.multiprocessing with the environment that torchrun gives, so what
+runs in them runs under torchrun as well. A rank that dies or raises takes the others with it within
+seconds: they get a moment to write down what they have, then SIGTERM, then SIGKILL.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.spawn import start_processes
+
+from specdec.errors import SpecdecError
+from specdec.parallel.groups import LostRankError, RankError, destroy_groups
+
+logger = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_GRACE_S = 5.0  # for the other ranks to end by themselves, once one failed
+_TERM_S = 3.0  # between SIGTERM and SIGKILL
+
+
+class RankFailedError(RankError):
+    """A rank ended before its work was done.
+
+    Args:
+        message: one sentence.
+        rank: which.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> None:
+    """Run `fn(*args)` on ranks of this machine and wait for all.
+
+    Args:
+        fn: a module's own function; finds its rank in the environment (RANK, WORLD_SIZE).
+        num_ranks: how many.
+        args: what a new process can be given.
+
+    Raises:
+        RankFailedError: a rank died or raised; all others are ended by then.
+    """
+    # As torchrun's agent does: the store that ranks meet at outlives each of them.
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="specdec-ranks-") as folder:
+        entry = (fn, tuple(args), num_ranks, store.port, folder)
+        context = start_processes(
+            _run_rank, args=entry, nprocs=num_ranks, join=False, start_method="spawn"
+        )
+        assert context is not None
+        processes: list[Any] = list(context.processes)
+        try:
+            # Asked once a turn: to wait for an empty list would never end.
+            while (running := _running(processes)) and not _failed(processes):
+                connection.wait([process.sentinel for process in running])
+            _wait(processes, _GRACE_S)
+        finally:
+            ended = {rank: p.exitcode for rank, p in enumerate(processes)}  # by themselves
+            _end(processes)
+        if any(ended[rank] for rank in ended) or None in ended.values():
+            raise _failure(ended, Path(folder))
+
+
+def _run_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], *job: Any) -> None:
+    """Be a rank: set up what torchrun would, run, and leave a note of what went wrong."""
+    num_ranks, port, folder = job
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+    local |= {"LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": _HOST, "MASTER_PORT": port}
+    local |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(value) for name, value in local.items()})
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # several ranks share the cores
+    try:
+        fn(*args)
+        destroy_groups()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _leave_note(folder, rank, "ended", f"ended with exit code {end.code}")
+        raise
+    except BaseException as error:
+        kind = "lost" if isinstance(error, LostRankError) else "raised"
+        reason = str(error)
+        if not isinstance(error, SpecdecError):
+            reason = f"{type(error).__name__}: {error}"
+            logger.error("rank %d failed", rank, exc_info=True)
+        _leave_note(folder, rank, kind, f"failed: {reason}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the groups are in pieces: nothing is to wait for them on the way out
+
+
+def _leave_note(folder: str, rank: int, kind: str, what: str) -> None:
+    note = {"kind": kind, "what": what}
+    path = Path(folder) / f"{rank}.json"
+    path.with_suffix(".part").write_text(json.dumps(note), encoding="utf-8")
+    os.replace(path.with_suffix(".part"), path)
+
+
+def _running(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
+    return [p for p in processes if p.exitcode is None]
+
+
+def _failed(processes: Sequence[BaseProcess]) -> bool:
+    return any(p.exitcode for p in processes)
+
+
+def _wait(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Wait until all have ended, so long at most."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End what still runs."""
+    for process in _running(processes):
+        process.terminate()
+    _wait(processes, _TERM_S)
+    for process in _running(processes):
+        process.kill()
+    _wait(processes, _TERM_S)
+
+
+def _failure(ended: dict[int, int | None], folder: Path) -> RankFailedError:
+    """Say which rank failed first and why.
+
+    Args:
+        ended: the exit code of each rank, None where it had to be ended.
+        folder: holds the ranks' notes.
+    """
+    # A signal or an error of its own is a cause; to have lost another rank is a consequence.
+    found: list[tuple[int, int, str]] = []
+    for rank, code in ended.items():
+        path = folder / f"{rank}.json"
+        if code is None:
+            found.append((5, rank, "did not end"))
+        elif code < 0:
+            found.append((0, rank, f"was ended by {_signal_name(-code)}"))
+        elif code and path.is_file():
+            note = json.loads(path.read_text(encoding="utf-8"))
+            found.append(({"raised": 1, "ended": 2, "lost": 4}[note["kind"]], rank, note["what"]))
+        elif code:
+            found.append((3, rank, f"ended with exit code {code}"))
+    _, rank, what = min(found)
+    return RankFailedError(
+        f"rank {rank} of {len(ended)} {what}; so all ranks were ended, and what was finished "
+        "before stays",
+        rank,
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
