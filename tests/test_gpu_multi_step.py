@@ -75,7 +75,7 @@ def test_state_and_kv_are_those_of_single_steps_bit_for_bit(
         assert len(engine.unfinished_ids) == num_reqs, "one ended: its row is no longer compared"
         launches = engine.runner.graphs.launches
         assert launches[f"step x {STEPS}"] == (5 if steps > 1 else 0), launches
-        found.append((engine._num_steps, rows_and_kv(engine)))
+        found.append((engine.num_steps, rows_and_kv(engine)))
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
 
@@ -156,12 +156,12 @@ def test_steady_steps_are_one_graph_launch_and_one_wait_for_all_of_them(
     ring: Any = engine.runner.outputs
     ring.events = [_CountedEvent(event, waits) for event in ring.events]
     engine.runner.graphs.launches.clear()
-    before, num_launches = engine._num_steps, 10
+    before, num_launches = engine.num_steps, 10
     for _ in range(num_launches):
         increments = engine.step()
         assert len(increments) == 4 * steps
     assert engine.runner.graphs.launches == {f"step x {steps}": num_launches}
-    assert engine._num_steps - before == num_launches * steps
+    assert engine.num_steps - before == num_launches * steps
     assert len(waits) == num_launches
     assert sum(flight.num_steps for flight in engine._in_flight) == steps
 

@@ -166,7 +166,7 @@ def test_state_and_kv_are_those_of_single_steps_bit_for_bit(drafter: Any) -> Non
         for i, prompt in enumerate(random_prompts([5, 9, 3])):
             engine.add_request(str(i), prompt, params[i])
         run_steps(engine, found[0][0] if found else 9)
-        found.append((engine._num_steps, rows_and_kv(engine)))
+        found.append((engine.num_steps, rows_and_kv(engine)))
         assert len(engine.unfinished_ids) == 3
     assert found[0][0] == found[1][0] == 10
     assert_same(found[0][1], found[1][1])
@@ -430,7 +430,7 @@ def test_policies_whose_choice_is_that_of_the_batch_take_part(policy: dict[str, 
         )
         texts[steps] = run_schedule(engine, arrivals).texts()
         # Asked once a step, as ever.
-        assert sum(engine.draft_length.counts.values()) == engine._num_steps
+        assert sum(engine.draft_length.counts.values()) == engine.num_steps
         assert ("step x 4" in engine.runner.graphs.launches) == (steps == 4)
     both = texts[1].keys() & texts[4].keys()  # some are aborted in one of them
     assert len(both) > 5
