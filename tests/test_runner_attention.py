@@ -1,5 +1,6 @@
 """Paged attention against plain attention per request, with NaN in every slot it must not read."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -132,12 +133,28 @@ class _NoHostData(TorchDispatchMode):
         return output
 
 
+def _to_meta(thing: Any, seen: set[int]) -> Any:
+    """Return an object of ours with every tensor in it moved to the device that has no data."""
+    if isinstance(thing, Tensor):
+        return thing.to("meta")
+    if isinstance(thing, list):
+        return [_to_meta(part, seen) for part in thing]
+    if type(thing).__module__.startswith("runner.models") and id(thing) not in seen:
+        seen.add(id(thing))
+        for name, value in vars(thing).items():
+            object.__setattr__(thing, name, _to_meta(value, seen))
+    return thing
+
+
 def _forward_on_meta(model: HFModel) -> None:
     """Run a decoder and its head on a device that has no data: every read of one raises."""
     kv = model.make_kv_cache(1, 8)
     metadata = single_request_metadata(kv, torch.arange(5), 5)
     module: Any = model.model
     module.to("meta")
+    kv.keys, kv.values = _to_meta([kv.keys, kv.values], set())
+    metadata.slot_mapping = metadata.slot_mapping.to("meta")
+    model.fused, model._stream = _to_meta([model.fused, model._stream], set())
     with torch.device("meta"):
         ids, positions = (torch.empty(5, dtype=torch.int64) for _ in range(2))
     with _NoHostData():
@@ -145,8 +162,11 @@ def _forward_on_meta(model: HFModel) -> None:
         assert model.compute_logits(hidden).shape == (5, model.vocab_size)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoder_reads_nothing_on_the_host(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_reads_nothing_on_the_host(
+    family: str, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What a captured forward may do, attention aside, whose kernels need a real device.
     layers = []
 
@@ -156,13 +176,13 @@ def test_decoder_reads_nothing_on_the_host(family: str, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(attention.ATTENTION_BACKENDS, "paged", instead)
     monkeypatch.setattr(PagedKVCache, "write", lambda *args: None)
-    model = HFModel(tiny_model(family))
+    model = HFModel(copy.deepcopy(tiny_model(family)), fuse)
     _forward_on_meta(model)
     assert layers == list(range(model.num_layers))
 
 
 def test_decoder_that_builds_a_mask_is_noticed() -> None:
-    model = HFModel(tiny_model("llama"))
+    model = HFModel(copy.deepcopy(tiny_model("llama")), fuse=False)
     model.model.set_attn_implementation("sdpa")  # a mask is made for it, by looking at positions
     with pytest.raises(RuntimeError, match="meta"):
         _forward_on_meta(model)

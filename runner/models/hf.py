@@ -125,9 +125,6 @@ class HFModel:
     ) -> Tensor:
         """Run the decoder; it may be captured in a CUDA graph.
 
-        Positions are given and no mask function is registered for our attention, so that the
-        decoder builds neither: looking for packed sequences, it would wait for the device.
-
         Args:
             input_ids: [T] int64.
             positions: [T] int64.
@@ -136,15 +133,7 @@ class HFModel:
         Returns:
             Hidden states after the last norm, [T, hidden_size].
         """
-        if self.fused is not None:
-            return self.fused.forward(input_ids, positions, attn_metadata)[0]
-        output = self.decoder(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            attn_metadata=attn_metadata,
-        )
-        return output.last_hidden_state[0]
+        return self.forward_with_layers(input_ids, positions, attn_metadata, ())[0]
 
     @torch.inference_mode()
     def forward_with_layers(
@@ -168,11 +157,27 @@ class HFModel:
         """
         if self.fused is not None:
             return self.fused.forward(input_ids, positions, attn_metadata, layers)
-        if not layers:
-            return self.forward(input_ids, positions, attn_metadata), None
         with self._recorded(layers) as outputs:
-            hidden = self.forward(input_ids, positions, attn_metadata)
+            hidden = self._run_modules(input_ids, positions, attn_metadata)
+        if not layers:
+            return hidden, None
         return hidden, torch.cat([outputs[layer][0] for layer in layers], dim=1)
+
+    def _run_modules(
+        self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata
+    ) -> Tensor:
+        """Run the decoder by the modules of transformers; see `forward`.
+
+        Positions are given and no mask function is registered for our attention, so that the
+        decoder builds neither: looking for packed sequences, it would wait for the device.
+        """
+        output = self.decoder(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            attn_metadata=attn_metadata,
+        )
+        return output.last_hidden_state[0]
 
     @contextmanager
     def _recorded(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:

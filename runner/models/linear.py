@@ -38,6 +38,8 @@ class LinearLaunch:
         num_stages: steps in flight.
         prefetch: bytes of each row of the weight that are asked for ahead, a multiple of 16.
         more_t: tokens behind the first `block_t` that the same program takes; 0 or a power of two.
+        early: let the next kernel begin at once, not when the loop is over; for layers so small
+            that programs of both fit every multiprocessor.
     """
 
     block_t: int
