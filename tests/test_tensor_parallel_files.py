@@ -77,6 +77,21 @@ def test_a_rank_reads_its_part_of_the_bytes(size: int, tmp_path: Path) -> None:
         assert sum(storage.nbytes() for storage in held.values()) == num_bytes  # no file is kept
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+def test_the_rest_of_a_whole_model_is_freed(dtype: torch.dtype) -> None:
+    whole = tiny_model(num_key_value_heads=4, vocab_size=96, tie_word_embeddings=True).to(dtype)
+    weights = state(whole)
+    table, total = (
+        weights["model.embed_tokens.weight"].nbytes,
+        sum(t.nbytes for t in weights.values()),
+    )
+    divided = sum(t.nbytes for n, t in weights.items() if "proj" in n)
+    rest = total - table - divided  # all but the head, which is tied
+    split_model(whole, place(1, 4))
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in state(whole).values()}
+    assert sum(storage.nbytes() for storage in held.values()) == divided // 4 + rest
+
+
 def test_kv_heads_that_several_ranks_need_are_read_by_each(tmp_path: Path) -> None:
     whole = biased_model("qwen2")
     whole.save_pretrained(tmp_path)
