@@ -256,7 +256,7 @@ class VocabularyHead(nn.Module):
             ids: [num_rows] int64 that stand for the rows, None = their places.
         """
         values, places = largest(self._stream, x)
-        chosen = self._tensor_parallel.top1(values, places + self._part.start)
+        chosen = self._tensor_parallel.top1(values, places, self._part.start)
         return chosen if ids is None else ids[chosen]
 
     def rows(self, ids: Tensor) -> Tensor:
