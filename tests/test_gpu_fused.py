@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_TOKENS = 40
 # Wide enough that every layer takes our kernel where there are few tokens, with splits.
-WIDE = {
+WIDE: dict[str, Any] = {
     "vocab_size": 2500,
     "hidden_size": 1024,
     "intermediate_size": 2304,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_metadata
 from runner.kv_cache import PagedKVCache
+from runner.models.fp8 import WeightEffect, compare_logits
 from runner.models.fused import FusedDecoder, fuse_decoder
 from runner.models.layers import stream_linear, top1
 from runner.models.packed_linear import PackedLinear, pack_linears
@@ -84,6 +85,7 @@ class HFModel:
             if not fuse:
                 raise UnsupportedError("layers are shared by ranks in the fused model alone")
             self.num_parameters = split_model(model, self.tensor_parallel).num_parameters
+        self.weight_effect: WeightEffect | None = None  # of 8-bit weights
         # Why it is not fused; None where it is.
         self.unfused_reason: str | None = "not asked for"
         self.fused = self._fuse() if fuse else None
@@ -113,6 +115,31 @@ class HFModel:
             len(fused.layers),
         )
         return fused
+
+    @torch.inference_mode()
+    def quantize(self, token_ids: Tensor) -> WeightEffect:
+        """Round the weights of the layers to 8 bits, in place; see `runner.models.fp8`.
+
+        Args:
+            token_ids: [T] int64, a text over which the model before and after is compared.
+
+        Returns:
+            What the rounding did to the law of the next token; also in `weight_effect`.
+
+        Raises:
+            UnsupportedError: the model is not fused, or its weights are packed for a CPU.
+        """
+        if self.fused is None:
+            raise UnsupportedError(
+                f"model type {self.config.model_type!r} cannot have 8-bit weights, for it is not "
+                f"fused ({self.unfused_reason})"
+            )
+        ids = token_ids.to(self.device)
+        before = self._logits_in_chunks(ids)
+        self.fused.quantize(self.decoder)
+        self.weight_effect = compare_logits(before, self._logits_in_chunks(ids))
+        self.is_packed = True
+        return self.weight_effect
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
         """Allocate a paged KV cache of this model's shape."""
