@@ -7,6 +7,7 @@ shared by the layers.
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +22,12 @@ class AttentionGroup:
 
     token_idx: Tensor | None  # [G * Q] int64 into the pass's tokens; None = all, in order
     query_len: int
-    read_slots: Tensor  # [G * S] int64: slot of each key position, null where there is none
+    read_slots: Tensor | None  # [G * S] int64: slot of each key position, null where there is none
     positions: Tensor  # [G, Q] int64: position of each query token
     seq_lens: Tensor  # [G] int64
     max_seq_len: int  # S
     sees_all: bool = False  # one place, one query token, S its very length: nothing to mask
+    first_slot: int = -1  # of the one place whose slots follow one another; read_slots is None
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, num_packed: int, dtype: torch.dtype) -> Tensor | None:
@@ -74,12 +76,15 @@ class AttentionMetadata:
     max_query_len: int  # bound on query lengths
     max_seq_len: int  # bound on seq_lens
     backend: str = "paged"  # key of runner.attention.ATTENTION_BACKENDS
+    shared: dict[Any, Any] = field(default_factory=dict)  # what its layers compute once, on a CPU
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """Return the pass in groups of equal query length; waits for the device."""
-        query_lens_np = np.diff(self.query_start_loc.cpu().numpy())
-        starts_np = self.query_start_loc.cpu().numpy()[:-1]
+        starts_np = self.query_start_loc.cpu().numpy()
+        query_lens_np = np.diff(starts_np)
+        if len(query_lens_np) == 1:
+            return [self._only_group()]
         device, rows = self.positions.device, self.idx_mapping.long()
         seq_lens = torch.where(rows >= 0, self.seq_lens.long(), 0)
         rows = rows.clamp(min=0)
@@ -97,12 +102,28 @@ class AttentionMetadata:
                 group_rows, group_lens = rows[places], seq_lens[places]
             positions = (self.positions if tokens is None else self.positions[tokens]).view(-1, q)
             longest = max(int(group_lens.max()), 1)
-            sees_all = q == 1 and len(places_np) == 1 and int(positions) >= longest - 1
             slots = self._read_slots(group_rows, group_lens, longest)
-            groups.append(
-                AttentionGroup(tokens, q, slots, positions, group_lens, longest, sees_all)
-            )
+            groups.append(AttentionGroup(tokens, q, slots, positions, group_lens, longest))
         return groups
+
+    def _only_group(self) -> AttentionGroup:
+        """Return the group of a pass of one place: no copy of its keys, where none is needed."""
+        row, query_len = int(self.idx_mapping), len(self.positions)
+        seq_lens = self.seq_lens.long() if row >= 0 else torch.zeros_like(self.seq_lens.long())
+        longest = max(int(seq_lens), 1)
+        sees_all = query_len == 1 and int(self.positions) >= longest - 1
+        slots, first_slot = None, -1
+        if int(seq_lens):
+            blocks = self.block_table[row, : -(-longest // self.kv.block_size)].tolist()
+            if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+                first_slot = blocks[0] * self.kv.block_size
+        if first_slot < 0:
+            rows = self.idx_mapping.long().clamp(min=0)
+            slots = self._read_slots(rows, seq_lens, longest)
+        positions = self.positions.view(1, query_len)
+        return AttentionGroup(
+            None, query_len, slots, positions, seq_lens, longest, sees_all, first_slot
+        )
 
     def _read_slots(self, rows: Tensor, seq_lens: Tensor, max_seq_len: int) -> Tensor:
         """Return the slot of every key position of every place, [G * S], null past its end."""

@@ -164,5 +164,5 @@ def write_kv_ref(
     key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, key: Tensor, value: Tensor
 ) -> None:
     """Torch twin of `write_kv`; -1 is the last slot, as for any index."""
-    key_cache[slot_mapping] = key
-    value_cache[slot_mapping] = value
+    key_cache.index_put_((slot_mapping,), key)
+    value_cache.index_put_((slot_mapping,), value)

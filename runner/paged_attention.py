@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.attention_metadata import AttentionMetadata
+from runner.attention_metadata import AttentionGroup, AttentionMetadata
 from runner.dispatch import use_triton
 from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
 
@@ -461,16 +461,19 @@ def paged_attention_forward_ref(
     out = None
     for group in metadata.groups:
         q = query if group.token_idx is None else query[group.token_idx]
+        query_len = group.query_len
         # [G, Q, kv, packed, D] -> [G, kv, packed * Q, D]: rows of one problem read every key once.
-        q = q.reshape(-1, group.query_len, num_kv_heads, packed, head_size)
-        q = q.permute(0, 2, 3, 1, 4).reshape(len(q), num_kv_heads, -1, head_size)
-        shape = (len(q), group.max_seq_len, num_kv_heads, head_size)
-        k = keys.index_select(0, group.read_slots).view(shape).transpose(1, 2)
-        v = values.index_select(0, group.read_slots).view(shape).transpose(1, 2)
+        if query_len > 1:
+            q = q.reshape(-1, query_len, num_kv_heads, packed, head_size).permute(0, 2, 3, 1, 4)
+        # As [kv, 1, packed * Q, D] the output of one token comes in order, without a copy.
+        num_problems = num_kv_heads if group.read_slots is not None else 1
+        q = q.reshape(-1, num_problems, packed * query_len, head_size)
+        k, v = _read_pages(keys, group), _read_pages(values, group)
         mask = group.mask(window, packed, q.dtype)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        o = o.view(len(q), num_kv_heads, packed, group.query_len, head_size)
-        o = o.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_size)
+        if query_len > 1:
+            o = o.view(-1, num_kv_heads, packed, query_len, head_size).permute(0, 3, 1, 2, 4)
+        o = o.reshape(-1, num_heads, head_size)
         if group.token_idx is None:
             return o
         if out is None:
@@ -478,3 +481,20 @@ def paged_attention_forward_ref(
         out[group.token_idx] = o
     assert out is not None, "a pass without tokens"
     return out
+
+
+def _read_pages(cache: Tensor, group: AttentionGroup) -> Tensor:
+    """Return what a group reads of keys or values, [G, num_kv_heads, S, head_size].
+
+    Where it needs no copy it is a view, [num_kv_heads, 1, S, head_size].
+    """
+    if group.read_slots is None:
+        _, num_kv_heads, head_size = cache.shape
+        width = num_kv_heads * head_size
+        return cache.as_strided(
+            (num_kv_heads, 1, group.max_seq_len, head_size),
+            (head_size, width, width, 1),
+            group.first_slot * width,
+        )
+    read = cache.index_select(0, group.read_slots)
+    return read.view(-1, group.max_seq_len, *cache.shape[1:]).transpose(1, 2)

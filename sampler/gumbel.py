@@ -226,7 +226,7 @@ def gumbel_sample_ref(
     Noise is bounded by GUMBEL_MAX, so a token is out once its logit plus that bound is below the
     score of the likeliest token: this prunes exactly.
     """
-    tokens = logits.argmax(1)
+    tokens = logits.float().argmax(1)  # bfloat16's own argmax takes four times as long
     likeliest = logits.gather(1, tokens[:, None]).squeeze(1)
     if bool(likeliest.isnan().any()):  # an argmax takes a NaN for the largest
         logits = logits.masked_fill(logits.isnan(), float("-inf"))

@@ -231,5 +231,7 @@ class Sampler:
         if use_triton(logits):
             return False
         # A step of padding alone stands for any step (memory profile): it takes the dearest path.
-        rows = lines[lines >= 0].long()
-        return len(rows) > 0 and not bool((self.state.temperature[rows] > 0).any())
+        rows_np = lines.cpu().numpy()
+        rows_np = rows_np[rows_np >= 0]
+        temperatures_np = self.state.temperature.cpu().numpy()[rows_np]
+        return len(rows_np) > 0 and not bool((temperatures_np > 0).any())

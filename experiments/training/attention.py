@@ -72,6 +72,7 @@ class TrainingPass:
     positions: Tensor
     backend: str = BACKEND
     slot_mapping: Tensor = field(init=False)
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Stand in for slots, which nothing reads."""

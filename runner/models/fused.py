@@ -20,7 +20,7 @@ from runner.attention_metadata import AttentionMetadata
 from runner.kv_cache import PagedKVCache
 from runner.models.layers import LinearLayer, join_linears, round_linears
 from runner.models.norm import add_rms_norm
-from runner.models.rope import HeadNorms, HeadShape, make_turn_table, turn_heads
+from runner.models.rope import HeadNorms, HeadShape, make_turn_table, share_turns, turn_heads
 from specdec.errors import UnsupportedError
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -86,8 +86,9 @@ class FusedAttention:
             slots = torch.arange(num_tokens, device=x.device)
             shape = (num_tokens, self.shape.num_kv_heads, self.shape.head_size)
             keys, values = x.new_empty(shape), x.new_empty(shape)
+        turns = share_turns(self.turns, positions, metadata.shared)
         query = turn_heads(
-            self.qkv.parts(x), self.shape, self.turns, positions, self.norms, slots, keys, values
+            self.qkv.parts(x), self.shape, turns, positions, self.norms, slots, keys, values
         )
         if not is_paged:
             kv.write(layer, metadata.slot_mapping, keys, values)

@@ -6,6 +6,8 @@ Source: Zhang and Sennrich 2019 (RMSNorm).
 # A launch gives plain integers to parameters annotated tl.constexpr, and options of the compiler.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -136,14 +138,35 @@ def add_rms_norm_ref(
 ) -> None:
     """Torch twin of `add_rms_norm`."""
     if ids is not None:
-        x = parts[ids]
+        x = parts.index_select(0, ids)
     else:
-        x = parts[0] if len(parts) == 1 else parts.float().sum(0)
-    x = x.to(normed.dtype)
+        x = parts[0] if parts.shape[0] == 1 else parts.float().sum(0)
+    if x.dtype != normed.dtype:
+        x = x.to(normed.dtype)
     if residual is not None:
-        x = residual + x
-    if residual_out is not None:
+        x = torch.add(residual, x, out=residual_out)
+    elif residual_out is not None:
         residual_out.copy_(x)
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    torch.mul((wide * scale).to(normed.dtype), weight, out=normed)
+    torch.mul(x, rms_scale(x, eps), out=normed)
+    normed.mul_(weight)
+
+
+def rms_scale(x: Tensor, eps: float) -> Tensor | float:
+    """Return 1 / sqrt(mean of squares + eps) over the last dimension, float32, [..., 1].
+
+    Narrow x takes as few operations as torch allows, one row on a CPU a number of the host: at a
+    few rows the operations are the time. They sum less exactly than a mean does, which float32
+    would show.
+    """
+    if x.dtype == torch.float32:
+        return x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if x.is_cpu and x.numel() == x.shape[-1]:
+        wide = x.float().view(-1)
+        return (torch.dot(wide, wide).item() / wide.shape[0] + eps) ** -0.5
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return torch.addcmul(_scalar(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)

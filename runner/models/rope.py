@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from runner.dispatch import use_triton
+from runner.kv_cache import write_kv_ref
+from runner.models.norm import rms_scale
 from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
 from specdec.errors import UnsupportedError
 
@@ -55,6 +57,19 @@ class HeadNorms:
     query: Tensor
     key: Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class TokenTurns:
+    """Turns of the tokens of a pass over whole heads; read by the twin alone.
+
+    Args:
+        cos: [T, 1, head_size], the same in both halves.
+        sin: like `cos`, negative in the first half.
+    """
+
+    cos: Tensor
+    sin: Tensor
 
 
 @triton.jit
@@ -149,7 +164,7 @@ def _turn_heads_kernel(
 def turn_heads(
     parts: Tensor,
     shape: HeadShape,
-    turns: Tensor,
+    turns: Tensor | TokenTurns,
     positions: Tensor,
     norms: HeadNorms | None,
     slot_mapping: Tensor,
@@ -161,7 +176,7 @@ def turn_heads(
     Args:
         parts: [S, T, shape.packed_width], which are added up.
         shape: of the heads.
-        turns: of `make_turn_table`, [P, 2, head_size / 2].
+        turns: of `make_turn_table`, [P, 2, head_size / 2]; or of `share_turns`.
         positions: [T] int64.
         norms: of the heads, or None.
         slot_mapping: [T] int64, -1 = write nothing.
@@ -178,6 +193,7 @@ def turn_heads(
     num_parts, num_tokens, width = parts.shape
     assert width == shape.packed_width, f"parts {parts.shape}"
     assert parts.is_contiguous(), f"strides {parts.stride()}"
+    assert isinstance(turns, Tensor), "turns were gathered for the twin"
     query = torch.empty(
         (num_tokens, shape.num_heads, shape.head_size), dtype=key_cache.dtype, device=parts.device
     )
@@ -212,7 +228,7 @@ def turn_heads(
 def turn_heads_ref(
     parts: Tensor,
     shape: HeadShape,
-    turns: Tensor,
+    turns: Tensor | TokenTurns,
     positions: Tensor,
     norms: HeadNorms | None,
     slot_mapping: Tensor,
@@ -220,34 +236,44 @@ def turn_heads_ref(
     value_cache: Tensor,
 ) -> Tensor:
     """Torch twin of `turn_heads`; -1 is the last slot, as for any index."""
-    dtype = key_cache.dtype
-    packed = parts[0] if len(parts) == 1 else parts.float().sum(0)
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-    heads = packed.to(dtype).view(len(packed), -1, shape.head_size)
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    cos_sin = turns[positions]
-    if norms is None:  # turned together: fewer operations
-        turned = _turn(heads[:, : num_heads + num_kv_heads], cos_sin)
-        query, key = turned[:, :num_heads], turned[:, num_heads:]
-    else:
-        query = _turn(_rms_norm(query, norms.query, norms.eps), cos_sin)
-        key = _turn(_rms_norm(key, norms.key, norms.eps), cos_sin)
-    key_cache[slot_mapping] = key
-    value_cache[slot_mapping] = value
+    if not isinstance(turns, TokenTurns):
+        turns = _gather_turns(turns, positions)
+    if parts.shape[0] > 1:
+        parts = parts.float().sum(0)
+    num_heads, num_kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
+    heads = parts.view(-1, num_heads + 2 * num_kv_heads, size)
+    if heads.dtype != key_cache.dtype:
+        heads = heads.to(key_cache.dtype)
+    # Queries and keys are turned together: fewer operations.
+    turned, value = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), 1)
+    if norms is not None:
+        weights = (norms.query.expand(num_heads, size), norms.key.expand(num_kv_heads, size))
+        turned = (turned * rms_scale(turned, norms.eps)).to(heads.dtype) * torch.cat(weights)
+    # Rounded product by product, as the modules it stands for do.
+    turned = turned.roll(size // 2, -1).mul_(turns.sin).add_(turned * turns.cos)
+    query, key = turned.split_with_sizes((num_heads, num_kv_heads), 1)
+    write_kv_ref(key_cache, value_cache, slot_mapping, key, value)
     return query
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+def _gather_turns(table: Tensor, positions: Tensor) -> TokenTurns:
+    cos, sin = table.index_select(0, positions).split(1, dim=1)
+    return TokenTurns(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
-def _turn(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turn heads [T, n, D] by cosines and sines [T, 2, D / 2]."""
-    cos, sin = cos_sin[:, :1], cos_sin[:, 1:]
-    low, high = heads.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+def share_turns(table: Tensor, positions: Tensor, shared: dict[Any, Any]) -> Tensor | TokenTurns:
+    """Return what the layers of a pass give `turn_heads` as turns.
+
+    Args:
+        table: of `make_turn_table`.
+        positions: [T] int64, of the pass.
+        shared: what the layers of the pass share, in/out; the twin's turns are gathered once.
+    """
+    if use_triton(positions):
+        return table
+    if id(table) not in shared:
+        shared[id(table)] = _gather_turns(table, positions)
+    return shared[id(table)]
 
 
 def make_turn_table(rotary: nn.Module, num_positions: int, dtype: torch.dtype) -> Tensor:
