@@ -28,9 +28,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
-from runner.loader import LoadedTarget, resolve_device
+from runner.loader import LoadedTarget
 from runner.model_runner import ModelRunner
 from specdec.config import EngineConfig, from_mapping
 from specdec.draft_length.base import DraftLengthBase
@@ -38,14 +37,9 @@ from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError
 from specdec.intake import Prompt
 from specdec.parallel.exchange import gather_bytes, share
-from specdec.parallel.groups import (
-    LostRankError,
-    ParallelConfig,
-    ParallelGroups,
-    RankError,
-    init_groups,
-)
+from specdec.parallel.groups import LostRankError, ParallelConfig, RankError, init_groups
 from specdec.parallel.messages import encode, pack, unpack
+from specdec.parallel.placement import device_of_rank, device_type
 from specdec.parallel.rank_check import RankCheck
 from specdec.parallel.router import Router
 from specdec.samples import RequestGroup
@@ -334,44 +328,3 @@ class DataParallelEngine:
                 f"before step {self._num_steps} rank {odd[0]} was asked for other requests than "
                 "rank 0; all ranks have to make the same calls in the same order"
             )
-
-
-def device_type(config: EngineConfig) -> str:
-    """Return "cuda" or "cpu": where the ranks of this configuration run.
-
-    Raises:
-        ConfigError: see `runner.loader.resolve_device`.
-    """
-    return resolve_device(config.device).type
-
-
-def check_host(config: EngineConfig) -> None:
-    """Check that this machine alone has what all ranks need, before they are started.
-
-    Raises:
-        ConfigError: it has fewer GPUs than ranks.
-    """
-    num_ranks = config.data_parallel_size * config.tensor_parallel_size
-    if device_type(config) == "cuda" and torch.cuda.device_count() < num_ranks:
-        raise ConfigError(
-            f"data_parallel_size={config.data_parallel_size} x tensor_parallel_size="
-            f"{config.tensor_parallel_size} needs {num_ranks} GPUs, and this machine has "
-            f"{torch.cuda.device_count()}; give smaller sizes, or start more machines by torchrun"
-        )
-
-
-def device_of_rank(config: EngineConfig, groups: ParallelGroups) -> str:
-    """Return the device of a rank: the GPU of its place on its host, or the CPU.
-
-    Raises:
-        ConfigError: one GPU is named for several ranks.
-    """
-    if groups.world_size == 1 or device_type(config) == "cpu":
-        return config.device
-    own = f"cuda:{groups.local_rank}"
-    if config.device not in ("auto", "cuda", own):
-        raise ConfigError(
-            f"device={config.device!r} names one GPU for {groups.world_size} ranks; give 'cuda', "
-            "and each rank takes its own"
-        )
-    return own
