@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from runner.models.hf import HFModel
+from runner.tensor_parallel import TensorParallel
 from runner.weights import EMBEDDED_NAME, check_weight_files, ensure_embedded_target
 from specdec.errors import ConfigError, WeightsError
 
@@ -84,14 +85,21 @@ class LoadedTarget:
     tokenizer: Any | None
 
 
-def load_target(name: str, dtype: torch.dtype, device: torch.device) -> LoadedTarget:
-    """Load a target and its tokenizer.
+def load_target(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel: TensorParallel | None = None,
+) -> LoadedTarget:
+    """Load a target and its tokenizer; see `load_model`.
 
     Raises:
         WeightsError: they cannot be found or read.
         UnsupportedError: the architecture cannot be run here.
+        ConfigError: its layers cannot be divided among the ranks.
     """
-    return LoadedTarget(name, load_model(name, dtype, device), load_tokenizer(name))
+    model = load_model(name, dtype, device, tensor_parallel)
+    return LoadedTarget(name, model, load_tokenizer(name))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -107,12 +115,24 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise WeightsError(_cannot_load("tokenizer", name, error)) from error
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
+def load_model(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel: TensorParallel | None = None,
+) -> HFModel:
     """Load a causal language model from safetensors.
+
+    Args:
+        name: of the model.
+        dtype: to run it in.
+        device: to run it on.
+        tensor_parallel: ranks that share its layers; each reads its own part of the files.
 
     Raises:
         WeightsError: it cannot be found or read.
         UnsupportedError: its architecture cannot be run here.
+        ConfigError: its layers cannot be divided among the ranks.
     """
     source = locate(name)
     started = time.perf_counter()
@@ -136,7 +156,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
             f"model {name!r} lacks {len(missing)} of its weights, the first is {missing[0]!r}; "
             f"copy it again from its source"
         )
-    adapter = HFModel(model.to(device))
+    adapter = HFModel(model.to(device), tensor_parallel=tensor_parallel)
     logger.info(
         "loaded %s: %.0f M parameters, %s, %s, %.1f s",
         name,

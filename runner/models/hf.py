@@ -19,6 +19,8 @@ from runner.kv_cache import PagedKVCache
 from runner.models.fused import FusedDecoder, fuse_decoder
 from runner.models.layers import stream_linear, top1
 from runner.models.packed_linear import PackedLinear, pack_linears
+from runner.models.sharding import VocabularyHead, join_ranks, split_model
+from runner.tensor_parallel import TensorParallel
 from specdec.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -38,12 +40,22 @@ class HFModel:
             attention, what can be fused is fused, and on a CPU its bf16 linear layers are packed:
             it is ours from then on.
         fuse: run it by `runner.models.fused` where it matches; the tests compare with False.
+        tensor_parallel: ranks that share its layers, each with such an adapter; a whole model is
+            cut down to this rank's part. Hidden states and logits are whole on every rank;
+            `num_kv_heads` is this rank's.
 
     Raises:
-        UnsupportedError: the architecture cannot be run here; the message says why.
+        UnsupportedError: the architecture cannot be run here, or not be split; the message says
+            why.
+        ConfigError: its heads or widths cannot be divided among the ranks.
     """
 
-    def __init__(self, model: PreTrainedModel, fuse: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        fuse: bool = True,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> None:
         config: Any = model.config
         refuse_unsound(config)
         self.model = model.eval().requires_grad_(False)
@@ -66,11 +78,21 @@ class HFModel:
         if config.model_type not in PROVEN_FAMILIES:
             reference = _parity_logits(model, self.vocab_size, self.device)
         model.set_attn_implementation(ATTENTION_NAME)
+        shared = tensor_parallel is not None and tensor_parallel.size > 1
+        self.tensor_parallel = tensor_parallel if shared else None
+        if self.tensor_parallel is not None:
+            if not fuse:
+                raise UnsupportedError("layers are shared by ranks in the fused model alone")
+            split_model(model, self.tensor_parallel)
         # Why it is not fused; None where it is.
         self.unfused_reason: str | None = "not asked for"
         self.fused = self._fuse() if fuse else None
         self.is_packed = pack_linears(model) > 0 or _has_packed(model)
         self.head: Any = model.get_output_embeddings()
+        if self.tensor_parallel is not None and self.fused is not None:
+            join_ranks(self.fused, self.tensor_parallel)
+            self.num_kv_heads = self.fused.layers[0].attention.shape.num_kv_heads
+            self.head = VocabularyHead(self.head, self.tensor_parallel, self.vocab_size)
         self._stream = stream_linear(self.head)
         if reference is not None:
             self._check_parity(*reference)
@@ -205,6 +227,8 @@ class HFModel:
             hidden_states: [L, hidden_size].
             ids: [V] int64 that stand for the rows of the output head, None = their places.
         """
+        if isinstance(self.head, VocabularyHead):
+            return self.head.top1(hidden_states, ids)
         return top1(self._stream, hidden_states, ids)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
@@ -219,6 +243,8 @@ class HFModel:
         if getattr(self.head, "bias", None) is not None:
             raise UnsupportedError("an output head with a bias cannot be shared in part")
         ids = token_ids.to(self.device)
+        if isinstance(self.head, VocabularyHead):
+            return self.head.rows(ids)
         weight = getattr(self.head, "weight", None)
         if weight is None:  # packed: its product with the identity gives the weights back exactly
             unit = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)

@@ -46,6 +46,7 @@ class StreamedLinear:
         rows, columns = weight.shape
         self._shape = LinearShape(rows, columns)
         self._glu_shape = LinearShape(rows // 2, columns, glu=True)
+        self.wide_parts = False  # in float32 where our kernel makes them, however many there are
 
     def launch(self, x: Tensor) -> LinearLaunch | None:
         """Return how the layer is launched for x [T, K], None for the library."""
@@ -56,7 +57,7 @@ class StreamedLinear:
         launch = self.launch(x)
         if launch is None:
             return F.linear(x, self.weight, self.bias)[None]
-        dtype = torch.float32 if launch.splits > 1 else x.dtype
+        dtype = torch.float32 if launch.splits > 1 or self.wide_parts else x.dtype
         return split_linear(x, self.weight, self.bias, launch, dtype)
 
     def gated(self, x: Tensor) -> Tensor:
@@ -141,6 +142,26 @@ def top1(linear: Any, x: Tensor, ids: Tensor | None = None) -> Tensor:
             return top1_linear(x, linear.weight, launch, ids)
     chosen = linear(x).argmax(1)
     return chosen if ids is None else ids[chosen]
+
+
+def largest(linear: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's largest output and its place, as `top1` finds it.
+
+    Args:
+        linear: any layer.
+        x: [T, K].
+
+    Returns:
+        Values [T] float32 and places [T] int64.
+    """
+    if isinstance(linear, StreamedLinear) and linear.bias is None:
+        launch = linear.launch(x)
+        if launch is not None and launch.splits == 1 and launch.more_t == 0:
+            values = torch.empty(len(x), dtype=torch.float32, device=x.device)
+            return values, top1_linear(x, linear.weight, launch, values=values)
+    outputs = linear(x)
+    places = outputs.argmax(1)
+    return outputs.gather(1, places[:, None])[:, 0].float(), places
 
 
 def stream_linear(linear: Any) -> Any:

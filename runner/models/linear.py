@@ -256,6 +256,7 @@ def glu_linear_ref(x: Tensor, weight: Tensor, launch: LinearLaunch) -> Tensor:
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _reduce_top_kernel(
     tokens_ptr,  # [T] int64, out
+    values_ptr,  # [T] float32, out where VALUES
     top_ptr,  # [tiles, T] float32
     index_ptr,  # [tiles, T] int32
     ids_ptr,  # [N] int64, read where MAPS
@@ -263,6 +264,7 @@ def _reduce_top_kernel(
     num_tiles,
     N: tl.constexpr,
     MAPS: tl.constexpr,
+    VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -273,7 +275,10 @@ def _reduce_top_kernel(
     mask, line = tile < num_tiles, tile * num_tokens + token
     top = tl.load(top_ptr + line, mask=mask, other=float("-inf"))
     index = tl.load(index_ptr + line, mask=mask, other=N)
-    first = tl.min(tl.where(top == tl.max(top, 0), index, N), 0)
+    largest = tl.max(top, 0)
+    first = tl.min(tl.where(top == largest, index, N), 0)
+    if VALUES:
+        tl.store(values_ptr + token, largest)
     chosen = tl.minimum(first, N - 1).to(tl.int64)  # with nothing but NaN there is no largest
     if MAPS:
         chosen = tl.load(ids_ptr + chosen)
@@ -281,7 +286,11 @@ def _reduce_top_kernel(
 
 
 def top1_linear(
-    x: Tensor, weight: Tensor, launch: LinearLaunch, ids: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    launch: LinearLaunch,
+    ids: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Tensor:
     """Return which output of a layer is the largest, in two launches that write no output.
 
@@ -290,6 +299,7 @@ def top1_linear(
         weight: [N, K], contiguous.
         launch: how; without splits and further tokens.
         ids: [N] int64 that stand for the rows, None = their places.
+        values: [T] float32, out: the largest outputs.
 
     Returns:
         [T] int64. Outputs are compared in the dtype of `x`; among equal ones the first is taken.
@@ -297,7 +307,7 @@ def top1_linear(
     assert launch.splits == 1, "the largest of a sum is not the sum of the largest"
     assert launch.more_t == 0, "one tile of tokens a program"
     if not use_triton(x):
-        return top1_linear_ref(x, weight, launch, ids)
+        return top1_linear_ref(x, weight, launch, ids, values)
     num_tokens, num_rows = len(x), len(weight)
     num_tiles = triton.cdiv(num_rows, launch.block_n)
     top = torch.empty((num_tiles, num_tokens), dtype=torch.float32, device=x.device)
@@ -306,6 +316,7 @@ def top1_linear(
     _launch(top, index, x, weight, None, launch, glu=False)
     _reduce_top_kernel[(num_tokens,)](
         tokens,
+        top if values is None else values,
         top,
         index,
         tokens if ids is None else ids,
@@ -313,6 +324,7 @@ def top1_linear(
         num_tiles,
         N=num_rows,
         MAPS=ids is not None,
+        VALUES=values is not None,
         BLOCK=triton.next_power_of_2(num_tiles),
         **launch_options(x),
     )
@@ -320,10 +332,17 @@ def top1_linear(
 
 
 def top1_linear_ref(
-    x: Tensor, weight: Tensor, launch: LinearLaunch, ids: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    launch: LinearLaunch,
+    ids: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Tensor:
     """Torch twin of `top1_linear`."""
-    chosen = (x.float() @ weight.float().T).to(x.dtype).argmax(1)
+    outputs = (x.float() @ weight.float().T).to(x.dtype)
+    chosen = outputs.argmax(1)
+    if values is not None:
+        values.copy_(outputs.gather(1, chosen[:, None])[:, 0])
     return chosen if ids is None else ids[chosen]
 
 
