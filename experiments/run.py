@@ -51,7 +51,7 @@ from specdec.latencies import summarise_latencies
 from specdec.log import progress, setup_logging
 from specdec.parallel.groups import ParallelConfig, init_groups, is_first_rank, is_rank
 from specdec.parallel.launch import launch
-from specdec.parallel.replicas import check_host, device_of_rank, device_type
+from specdec.parallel.placement import check_host, device_of_rank, device_type
 from specdec.tracker import Tracker, TrackerConfig, hide_secrets, make_tracker, without_secrets
 from specdec.types import SamplingParams
 

@@ -186,10 +186,10 @@ def groups_of_replica(tensor_parallel_size: int, device_type: str) -> ParallelGr
     Raises:
         ConfigError, RankError: see `init_groups`.
     """
-    if tensor_parallel_size > 1 and _groups is not None:
-        if _groups.config.tensor_parallel_size == tensor_parallel_size:
-            return _groups
-    return init_groups(ParallelConfig(1, tensor_parallel_size), device_type)
+    config = ParallelConfig(1, tensor_parallel_size)
+    if _groups is not None and _groups.config.tensor_parallel_size == tensor_parallel_size > 1:
+        config = _groups.config
+    return init_groups(config, device_type)
 
 
 def destroy_groups() -> None:

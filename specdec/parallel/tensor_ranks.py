@@ -1,17 +1,16 @@
 """The ranks that share the layers of one engine: what they agree on, and how they notice that not.
 
-Every rank runs the same engine on the same calls. What a rank computes on its own (the schedule, the
-noise, the tokens that are sampled) is a function of what all of them know, so nothing is sent round
-after a step. What a rank alone knows, such as a time or the memory that is free, is agreed on here.
-Every `check_ranks_every` steps that were read, the ranks compare checksums of what they asked for,
-launched, drafted and sampled, from what lies on the host.
+Every rank runs the same engine on the same calls. What a rank computes on its own (the schedule,
+the noise, the tokens that are sampled) is a function of what all of them know, so nothing is sent
+round after a step. What a rank alone knows, such as a time or the memory that is free, is agreed on
+here. Every `check_ranks_every` steps that were read, the ranks compare checksums of what they were
+asked for, launched, drafted and sampled, from what lies on the host.
 
 An engine of one rank has such an object, too; it does nothing.
 """
 
 import dataclasses
 import logging
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +19,16 @@ import torch
 import torch.distributed as dist
 
 from runner.async_output import StepHandle, StepOutput
+from runner.loader import LoadedTarget
 from runner.model_runner import ModelRunner
+from runner.models.hf import HFModel
 from runner.models.linear_choices import choices_digest, load_choices
+from runner.tensor_parallel import TensorParallel
 from specdec.config import EngineConfig
 from specdec.draft_length.base import DraftLengthBase
-from specdec.errors import SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.parallel.exchange import decide, least, share
-from specdec.parallel.groups import (
-    LostRankError,
-    ParallelGroups,
-    RankError,
-    groups_of_replica,
-)
+from specdec.parallel.groups import RankError, groups_of_replica, watch_ranks
 from specdec.parallel.placement import device_of_rank, device_type
 from specdec.parallel.rank_check import RankCheck
 from specdec.samples import RequestGroup
@@ -53,11 +50,14 @@ class TensorRanks:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config  # on this rank's device
         self._group: dist.ProcessGroup | None = None
+        self.tensor_parallel: TensorParallel | None = None
         if config.tensor_parallel_size > 1:
             groups = groups_of_replica(config.tensor_parallel_size, device_type(config))
             self.config = dataclasses.replace(config, device=device_of_rank(config, groups))
-            self._group = groups.tp_host
-            self.groups = groups
+            self._group, self.groups = groups.tp_host, groups
+            self.tensor_parallel = TensorParallel(
+                groups.tp_rank, config.tensor_parallel_size, groups.tp
+            )
         self._check = RankCheck(self._group, config.check_ranks_every)
         self._failure: str | None = None
 
@@ -65,6 +65,26 @@ class TensorRanks:
     def is_alone(self) -> bool:
         """Return whether there is one rank."""
         return self._group is None
+
+    def take_part(self, target: LoadedTarget) -> None:
+        """Cut a target that is whole down to this rank's part, in place.
+
+        Everyone who holds it sees the part from then on, and what it had beyond is freed.
+
+        Raises:
+            ConfigError, UnsupportedError: its layers cannot be divided; or it is a part already, of
+                another division.
+        """
+        model = target.model
+        if model.tensor_parallel == self.tensor_parallel:
+            return
+        if model.tensor_parallel is not None:
+            raise ConfigError(
+                f"the layers of target {target.name!r} are shared by {model.tensor_parallel.size} "
+                f"ranks already, and tensor_parallel_size={self.config.tensor_parallel_size}; give "
+                "that size, or load the target again"
+            )
+        HFModel.__init__(model, model.model, tensor_parallel=self.tensor_parallel)
 
     # --- what is agreed on ----------------------------------------------------------------------
 
@@ -117,10 +137,14 @@ class TensorRanks:
         """
         return share(self._group, value)
 
-    def decide(self, shape: tuple[int, ...], choose: Callable[[], Any]) -> np.ndarray:
-        """Return what the first rank chooses, [*shape] int64; see `specdec.parallel.exchange`."""
-        assert self._group is not None, "one rank chooses for itself"
-        return decide(self._group, shape, choose)
+    @property
+    def agree_on_drafts(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Return what turns drafts of the host into those of the first rank; None for one rank.
+
+        Every rank asks its drafter, so that each knows what the others' know.
+        """
+        group = self._group
+        return None if group is None else lambda own: decide(group, own.shape, lambda: own)
 
     def next_length(self, policy: DraftLengthBase) -> Callable[[int], int]:
         """Return a policy's `next_length`, the same on every rank.
@@ -128,12 +152,13 @@ class TensorRanks:
         A policy that may look at more than the number of requests, a clock above all, is asked on
         the first rank alone.
         """
-        if self._group is None or policy.by_num_reqs:
+        group = self._group
+        if group is None or policy.by_num_reqs:
             return policy.next_length
-        is_first = dist.get_rank(self._group) == 0
+        is_first = dist.get_rank(group) == 0
 
         def next_length(num_reqs: int) -> int:
-            chosen = int(self.decide((), lambda: policy.next_length(num_reqs)))
+            chosen = int(decide(group, (), lambda: policy.next_length(num_reqs)))
             if not is_first:
                 policy.counts[chosen] += 1
             return chosen
@@ -190,27 +215,25 @@ class TensorRanks:
         if self._failure is not None:
             raise RankError(f"the ranks go no further, for a step failed: {self._failure}")
 
-    def fail(self, error: BaseException) -> LostRankError | None:
-        """Take in that a step failed.
+    def fail(self, error: BaseException) -> None:
+        """Take in that a step failed, which its caller raises on.
 
-        Returns:
-            What to raise instead, where the error only tells that another rank ended.
+        Raises:
+            LostRankError: the error only tells that another rank ended.
         """
         if self._group is None:
-            return None
+            return
         self._failure = f"{type(error).__name__}: {error}"
-        if isinstance(error, SpecdecError) or not _is_broken_connection(error):
-            return None
-        reason = " ".join(str(error).split())[:200]
-        return LostRankError(
-            f"rank {self.groups.rank} could not run a step, for another rank ended or does not "
-            f"answer ({reason}); see what was told of the rank that ended first"
-        )
+        if _is_broken_connection(error):
+            with watch_ranks("run a step"):
+                raise error
 
 
 def _is_broken_connection(error: BaseException) -> bool:
     """Return whether an error comes from a collective that lost its partner."""
     # Of gloo they are plain RuntimeErrors that name its source files.
+    if isinstance(error, SpecdecError):
+        return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )
