@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from runner.models.hf import HFModel
+from runner.models.hf import PROVEN_FAMILIES, HFModel
+from runner.rank_weights import load_part
 from runner.tensor_parallel import TensorParallel
 from runner.weights import EMBEDDED_NAME, check_weight_files, ensure_embedded_target
 from specdec.errors import ConfigError, WeightsError
@@ -136,21 +137,18 @@ def load_model(
     """
     source = locate(name)
     started = time.perf_counter()
+    num_bytes = None
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        # With output_loading_info the result is a pair, which the annotations do not know.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        model, info = loaded
+        if _is_read_in_part(name, config, tensor_parallel):
+            assert tensor_parallel is not None, "a part is one of several"
+            model, missing, num_bytes = load_part(source, config, dtype, device, tensor_parallel)
+        else:
+            model, missing = _load_whole(source, config, dtype)
+    except ConfigError:  # a ValueError, too, and says what is wrong by itself
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise WeightsError(_cannot_load("model", name, error)) from error
-    missing = sorted(info["missing_keys"])
     if missing:  # transformers would go on with random values
         raise WeightsError(
             f"model {name!r} lacks {len(missing)} of its weights, the first is {missing[0]!r}; "
@@ -165,7 +163,35 @@ def load_model(
         device,
         time.perf_counter() - started,
     )
+    if num_bytes is not None and tensor_parallel is not None:
+        place = (tensor_parallel.rank, tensor_parallel.size)
+        logger.info("rank %d of %d read %.1f MB of it", *place, num_bytes / 1e6)
     return adapter
+
+
+def _load_whole(source: str, config: Any, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """Return a model, and the names of tensors that its files lack, sorted."""
+    # With output_loading_info the result is a pair, which the annotations do not know.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    model, info = loaded
+    return model, sorted(info["missing_keys"])
+
+
+def _is_read_in_part(name: str, config: Any, tensor_parallel: TensorParallel | None) -> bool:
+    """Return whether a rank reads only its part of the files."""
+    if tensor_parallel is None or tensor_parallel.size == 1:
+        return False
+    if config.model_type in PROVEN_FAMILIES and not hasattr(config, "quantization_config"):
+        return True
+    logger.info("%s is read whole on every rank, for its family is not proven", name)
+    return False
 
 
 def eos_token_ids(model: HFModel, tokenizer: Any | None) -> frozenset[int]:

@@ -6,11 +6,14 @@ captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Its name from torch 2.13 on, where the old one warns.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _LOW_BITS = 2**31 - 1
 
 
@@ -58,9 +61,9 @@ class TensorParallel:
         width = -(-total // self.size)
         if x.shape[1] < width:
             x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
-        parts = x.new_empty((self.size, len(x), width))
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        return parts.transpose(0, 1).reshape(len(x), self.size * width)[:, :total]
+        parts = x.new_empty((self.size * len(x), width))
+        _gather(parts, x.contiguous(), group=self.group)
+        return parts.view(self.size, len(x), width).transpose(0, 1).reshape(len(x), self.size * width)[:, :total]
 
     def top1(self, value: Tensor, index: Tensor) -> Tensor:
         """Return the index of the ranks' largest value; among equal ones the lowest index.

@@ -162,7 +162,7 @@ def split_model(model: Any, tensor_parallel: TensorParallel) -> dict[str, Split]
     return splits
 
 
-def fill_linear(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+def fill_linear(linear: Any, weight: Tensor, bias: Tensor | None) -> None:
     """Give a linear layer a weight [N, K] of any size, and a bias [N] or none."""
     linear.out_features, linear.in_features = weight.shape
     linear.weight = nn.Parameter(weight, requires_grad=False)
