@@ -22,8 +22,8 @@ from specdec.log import progress
 from specdec.parallel.groups import ParallelConfig, init_groups
 from specdec.parallel.launch import RankFailedError, _failure
 from specdec.parallel.messages import encode, pack, unpack
-from specdec.parallel.rank_check import KINDS, RankCheck, describe
 from specdec.parallel.placement import check_host, device_of_rank
+from specdec.parallel.rank_check import KINDS, RankCheck, describe
 from specdec.parallel.replicas import DataParallelEngine
 from specdec.parallel.router import Router
 from specdec.types import Increment
