@@ -63,7 +63,11 @@ class TensorParallel:
             x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
         parts = x.new_empty((self.size * len(x), width))
         _gather(parts, x.contiguous(), group=self.group)
-        return parts.view(self.size, len(x), width).transpose(0, 1).reshape(len(x), self.size * width)[:, :total]
+        return (
+            parts.view(self.size, len(x), width)
+            .transpose(0, 1)
+            .reshape(len(x), self.size * width)[:, :total]
+        )
 
     def top1(self, value: Tensor, index: Tensor) -> Tensor:
         """Return the index of the ranks' largest value; among equal ones the lowest index.

@@ -83,6 +83,11 @@ class EngineConfig:
     exchange_every: int = 1
     check_ranks_every: int = 64
 
+    @property
+    def num_ranks(self) -> int:
+        """Return the processes that all replicas take together."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
     def check(self, num_speculative_tokens: int) -> None:
         """Check every range, and that a step can hold one verification.
 

@@ -23,7 +23,7 @@ def check_host(config: EngineConfig) -> None:
     Raises:
         ConfigError: it has fewer GPUs than ranks.
     """
-    num_ranks = config.data_parallel_size * config.tensor_parallel_size
+    num_ranks = config.num_ranks
     if device_type(config) == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
             f"data_parallel_size={config.data_parallel_size} x tensor_parallel_size="

@@ -55,9 +55,7 @@ class TensorRanks:
             groups = groups_of_replica(config.tensor_parallel_size, device_type(config))
             self.config = dataclasses.replace(config, device=device_of_rank(config, groups))
             self._group, self.groups = groups.tp_host, groups
-            self.tensor_parallel = TensorParallel(
-                groups.tp_rank, config.tensor_parallel_size, groups.tp
-            )
+            self.tensor_parallel = tensor_parallel_of(config)
         self._check = RankCheck(self._group, config.check_ranks_every)
         self._failure: str | None = None
 
@@ -227,6 +225,18 @@ class TensorRanks:
         if _is_broken_connection(error):
             with watch_ranks("run a step"):
                 raise error
+
+
+def tensor_parallel_of(config: EngineConfig) -> TensorParallel | None:
+    """Return this rank's place among those that share the layers of an engine; None where alone.
+
+    Raises:
+        ConfigError, RankError: see `TensorRanks`.
+    """
+    if config.tensor_parallel_size == 1:
+        return None
+    groups = groups_of_replica(config.tensor_parallel_size, device_type(config))
+    return TensorParallel(groups.tp_rank, config.tensor_parallel_size, groups.tp)
 
 
 def _is_broken_connection(error: BaseException) -> bool:
