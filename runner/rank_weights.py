@@ -110,7 +110,7 @@ def load_part(
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     shapes = {name: tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
-    splits = split_model(model, tensor_parallel)
+    splits = split_model(model, tensor_parallel).splits
     try:
         reader = PartReader(find_files(source), device, dtype)
         try:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.top_keys import pack_top, unpack_index
+
 # Its name from torch 2.13 on, where the old one warns.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_LOW_BITS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,17 @@ class TensorParallel:
             .reshape(len(x), self.size * width)[:, :total]
         )
 
-    def top1(self, value: Tensor, index: Tensor) -> Tensor:
+    def top1(self, value: Tensor, index: Tensor, first: int = 0) -> Tensor:
         """Return the index of the ranks' largest value; among equal ones the lowest index.
 
         Args:
             value: [T] float32, this rank's largest.
-            index: [T] int64 below 2**31, where it stands.
+            index: [T] int64, where it stands.
+            first: added to this rank's index; the sum is below 2**31.
 
         Returns:
             [T] int64.
         """
-        # One integer of both, ordered as they are: a value's bits, and below them the index.
-        bits = (value + 0.0).view(torch.int32)  # -0.0 is 0.0
-        ordered = bits ^ ((bits >> 31) & _LOW_BITS)
-        key = (ordered.long() << 32) | (_LOW_BITS - index)
-        dist.all_reduce(key, op=dist.ReduceOp.MAX, group=self.group)
-        return _LOW_BITS - (key & _LOW_BITS)
+        keys = pack_top(value, index, first)
+        dist.all_reduce(keys, op=dist.ReduceOp.MAX, group=self.group)
+        return unpack_index(keys)

@@ -95,8 +95,12 @@ def test_top1_linear(device: torch.device, name: str, dtype: torch.dtype, maps: 
     weight = torch.randint(-2, 3, (num_rows, columns)).to(device, dtype)
     weight[num_rows // 2 :] = weight[: num_rows - num_rows // 2].clone()
     ids = torch.randperm(1000)[:num_rows].to(device) if maps else None
-    expected = top1_linear_ref(x, weight, launch, ids)
+    values = torch.full((2, num_tokens), float("nan"), device=device)
+    expected = top1_linear_ref(x, weight, launch, ids, values[0])
     assert torch.equal(top1_linear(x, weight, launch, ids), expected)
+    assert torch.equal(top1_linear(x, weight, launch, ids, values[1]), expected)
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], (x.float() @ weight.float().T).to(dtype).amax(1).float())
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

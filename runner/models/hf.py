@@ -83,7 +83,7 @@ class HFModel:
         if self.tensor_parallel is not None:
             if not fuse:
                 raise UnsupportedError("layers are shared by ranks in the fused model alone")
-            split_model(model, self.tensor_parallel)
+            self.num_parameters = split_model(model, self.tensor_parallel).num_parameters
         # Why it is not fused; None where it is.
         self.unfused_reason: str | None = "not asked for"
         self.fused = self._fuse() if fuse else None

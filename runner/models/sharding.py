@@ -49,6 +49,23 @@ class Split:
         return whole[self.part.start : self.part.stop] if self.dim == _ROWS else whole[:]
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """What a model that was cut down is a part of.
+
+    Args:
+        rank: whose part.
+        size: ranks.
+        splits: by the name of the layer.
+        num_parameters: of the whole model.
+    """
+
+    rank: int
+    size: int
+    splits: dict[str, Split]
+    num_parameters: int
+
+
 def plan_splits(model: Any, tensor_parallel: TensorParallel) -> dict[str, Split]:
     """Return this rank's part of every linear layer of a whole model, by the layer's name.
 
@@ -129,25 +146,23 @@ def _uneven(size: int, number: int, what: str) -> ConfigError:
     )
 
 
-def split_model(model: Any, tensor_parallel: TensorParallel) -> dict[str, Split]:
+def split_model(model: Any, tensor_parallel: TensorParallel) -> RankPart:
     """Cut a model down to this rank's part, in place; what it had beyond is freed.
 
     Args:
         model: whole; one that was cut down already stays as it is.
         tensor_parallel: the ranks.
 
-    Returns:
-        The parts, by the name of the layer.
-
     Raises:
         UnsupportedError, ConfigError: as of `plan_splits`; nothing was changed.
     """
-    done: tuple[tuple[int, int], dict[str, Split]] | None = getattr(model, "rank_part", None)
-    place = (tensor_parallel.rank, tensor_parallel.size)
+    rank, size = tensor_parallel.rank, tensor_parallel.size
+    done: RankPart | None = getattr(model, "rank_part", None)
     if done is not None:
-        assert done[0] == place, f"the model is part {done[0]}, not {place}"
-        return done[1]
+        assert (done.rank, done.size) == (rank, size), f"part {done.rank} of {done.size}"
+        return done
     splits = plan_splits(model, tensor_parallel)
+    num_parameters = model.num_parameters()
     table = model.get_input_embeddings().weight
     for split in splits.values():
         linear, is_tied = split.linear, split.linear.weight is table
@@ -158,8 +173,8 @@ def split_model(model: Any, tensor_parallel: TensorParallel) -> dict[str, Split]
         if linear.bias is not None and split.keeps_bias:
             bias = split.take_bias(linear.bias.detach()).clone()
         fill_linear(linear, part, bias)
-    model.rank_part = (place, splits)
-    return splits
+    model.rank_part = RankPart(rank, size, splits, num_parameters)
+    return model.rank_part
 
 
 def fill_linear(linear: Any, weight: Tensor, bias: Tensor | None) -> None:
@@ -241,7 +256,7 @@ class VocabularyHead(nn.Module):
             ids: [num_rows] int64 that stand for the rows, None = their places.
         """
         values, places = largest(self._stream, x)
-        chosen = self._tensor_parallel.top1(values, places + self._part.start)
+        chosen = self._tensor_parallel.top1(values, places, self._part.start)
         return chosen if ids is None else ids[chosen]
 
     def rows(self, ids: Tensor) -> Tensor:
