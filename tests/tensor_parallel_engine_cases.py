@@ -49,17 +49,23 @@ EAGLE3 = {
 }
 
 
-def whole_target() -> LoadedTarget:
-    """Return a target that no rank has cut down."""
-    return tiny_target(tiny_model())
+def whole_target(device: str = "cpu") -> LoadedTarget:
+    """Return a target that no rank has cut down.
+
+    Args:
+        device: "cpu", or "cuda": then it is on this rank's GPU.
+    """
+    own: Any = f"cuda:{this_rank()}" if device == "cuda" else device
+    return tiny_target(tiny_model().to(own))
 
 
-def make_drafters(folder: Path, texts: list[list[int]]) -> dict[str, Any]:
+def save_models(folder: Path) -> dict[str, Any]:
     """Save what drafters load, and return what selects each of them.
+
+    Transformers saves on the first rank alone, once ranks know one another; so this comes before.
 
     Args:
         folder: of this rank.
-        texts: that the oracle knows.
     """
     model: Any = tiny_model()
     draft = tiny_model(num_hidden_layers=1)
@@ -87,7 +93,6 @@ def make_drafters(folder: Path, texts: list[list[int]]) -> dict[str, Any]:
             "drafters": [{"name": "ngram"}, heads["eagle3"]],
         },
         "mixed, host": {"name": "mixed", "drafters": [{"name": "suffix"}, of_target]},
-        "oracle": {"name": "oracle", "texts": texts, "rates": [0.9, 0.7]},
         "record": {"name": "record", "folder": str(folder / "record")},
     }
 
@@ -104,13 +109,16 @@ def schedule_of(verifier: str, seed: int, num_requests: int) -> list[Arrival]:
 
 
 def compare_drafters(
-    folder: Path, names: Sequence[str] | None, runs: Sequence[tuple[str, int]], num_requests: int
+    saved: dict[str, Any],
+    names: Sequence[str] | None,
+    runs: Sequence[tuple[str, int]],
+    num_requests: int,
 ) -> dict[str, Any]:
     """Play schedules on this rank's part of a target, and on a whole one.
 
     Args:
-        folder: of this rank.
-        names: of drafters; None takes all.
+        saved: drafters.
+        names: of those that play; None takes all, and the oracle of each schedule's texts.
         runs: verifier and seed of each schedule; seeds that are odd run the shapes of graphs, and
             two steps in flight where the drafter allows it.
         num_requests: of a schedule.
@@ -125,7 +133,10 @@ def compare_drafters(
         plain = Engine(whole, "none", verifier, K, **{**SIZES, "num_kv_blocks": 200})
         expected = run_schedule(plain, unaborted).texts()
         texts = [a.prompt + expected[str(i)] for i, a in enumerate(arrivals)]
-        drafters = make_drafters(folder / f"{verifier}{seed}", texts)
+        drafters = saved | {
+            "oracle": {"name": "oracle", "texts": texts, "rates": [0.9, 0.7]},
+            "record": {**saved["record"], "folder": f"{saved['record']['folder']}{verifier}{seed}"},
+        }
         for name in names or drafters:
             options = dict(TWO)
             if seed % 2:
@@ -156,9 +167,9 @@ def _new_entry() -> dict[str, Any]:
 def all_drafters(folder: str, seeds: Sequence[int], limit_s: int) -> None:
     """Compare every drafter, inside a hard limit of time."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
-    own = Path(folder) / f"rank{this_rank()}"
+    saved = save_models(Path(folder) / f"rank{this_rank()}")
     runs = [(verifier, seed) for verifier in ("greedy", "sampled_match") for seed in seeds]
-    leave(folder, compare_drafters(own, None, runs, 9))
+    leave(folder, compare_drafters(saved, None, runs, 9))
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -168,10 +179,10 @@ def all_drafters(folder: str, seeds: Sequence[int], limit_s: int) -> None:
 def quick_checks(folder: str) -> None:
     """Run everything that takes moments, and leave what came of it."""
     faulthandler.dump_traceback_later(120, exit=True)
-    own = Path(folder) / f"rank{this_rank()}"
+    saved = save_models(Path(folder) / f"rank{this_rank()}")
     found = {
-        "drafters": compare_drafters(own, QUICK, [("sampled_match", 1)], 5)
-        | compare_drafters(own, ("eagle3",), [("greedy", 2)], 5),
+        "drafters": compare_drafters(saved, QUICK, [("sampled_match", 1)], 5)
+        | compare_drafters(saved, ("eagle3",), [("greedy", 2)], 5),
         "generate": _generate(),
         "target": _target(),
         "blocks": _blocks(),
@@ -300,7 +311,7 @@ def _plant_drafts(engine: Engine) -> None:
     engine.drafter.propose = propose_odd
 
 
-def _plant_tokens(engine: Engine) -> None:
+def plant_tokens(engine: Engine) -> None:
     """Read another token in the third step."""
     execute, calls = engine.runner.execute_model, iter(range(1000))
 
@@ -324,7 +335,7 @@ def _plant_request(engine: Engine) -> None:
 PLANTS: dict[str, Callable[[Engine], None]] = {
     "kernel choices": _plant_kernels,
     "drafts": _plant_drafts,
-    "tokens": _plant_tokens,
+    "tokens": plant_tokens,
     "requests": _plant_request,
 }
 
@@ -409,11 +420,11 @@ def replicas_of_two(folder: str, num_schedules: int, limit_s: int) -> None:
 # --- ranks that die -------------------------------------------------------------------------------
 
 
-def die_in_generate(folder: str, how: str) -> None:
+def die_in_generate(folder: str, how: str, device: str = "cpu") -> None:
     """Generate, and let the second rank die or raise in the middle; keep what was finished."""
     (Path(folder) / f"pid{this_rank()}").write_text(str(os.getpid()))
     finished = Path(folder) / f"finished{this_rank()}"
-    llm = LLM(whole_target(), "ngram", "greedy", K, **TWO)
+    llm = LLM(whole_target(device), "ngram", "greedy", K, **{**TWO, "device": device})
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 12, 40, 40)]
     num_finished = 0
 

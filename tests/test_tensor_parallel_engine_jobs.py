@@ -27,7 +27,7 @@ def test_texts_with_every_drafter_are_those_of_one_rank(tmp_path: Path) -> None:
     launch(all_drafters, 2, (str(tmp_path), (0, 1), 1500))
     ranks = read(tmp_path)
     assert ranks[0] == ranks[1]
-    assert len(ranks[0]) == 2 * 15  # drafters, by verifier
+    assert len(ranks[0]) == 2 * 16  # drafters, by verifier
     for name, entry in ranks[0].items():
         assert entry["differences"] == [], name
         drafts = not name.startswith(("none", "record"))

@@ -12,11 +12,12 @@ With one rank nothing of torch.distributed is initialised.
 import atexit
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,14 @@ class ParallelGroups:
         return self.config.place_of(self.rank)[1]
 
 
+class _Releasable(Protocol):
+    """Holds what has to go before the groups that it uses."""
+
+    def release(self) -> None: ...
+
+
 _groups: ParallelGroups | None = None
+_holders: "weakref.WeakSet[_Releasable]" = weakref.WeakSet()
 
 
 def is_rank() -> bool:
@@ -192,15 +200,34 @@ def groups_of_replica(tensor_parallel_size: int, device_type: str) -> ParallelGr
     return init_groups(config, device_type)
 
 
+def release_before_groups(holder: _Releasable) -> None:
+    """Let `destroy_groups` release a holder first, if it still lives.
+
+    NCCL waits for every CUDA graph that holds one of its collectives before it leaves a group.
+    """
+    _holders.add(holder)
+
+
 def destroy_groups() -> None:
     """Leave all process groups; where none was set up, nothing happens."""
     global _groups
     if _groups is None:
         return
     _groups = None
+    for holder in list(_holders):
+        holder.release()
     atexit.unregister(destroy_groups)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Return whether an error comes from a collective that lost its partner."""
+    if isinstance(error, LostRankError):
+        return True
+    # Of gloo they are plain RuntimeErrors that name its source files.
+    names_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return not isinstance(error, SpecdecError) and (names_gloo or isinstance(error, dist.DistError))
 
 
 @contextmanager

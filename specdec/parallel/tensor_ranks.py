@@ -26,9 +26,16 @@ from runner.models.linear_choices import choices_digest, load_choices
 from runner.tensor_parallel import TensorParallel
 from specdec.config import EngineConfig
 from specdec.draft_length.base import DraftLengthBase
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError
 from specdec.parallel.exchange import decide, least, share
-from specdec.parallel.groups import RankError, groups_of_replica, watch_ranks
+from specdec.parallel.groups import (
+    LostRankError,
+    RankError,
+    groups_of_replica,
+    is_broken_connection,
+    release_before_groups,
+    watch_ranks,
+)
 from specdec.parallel.placement import device_of_rank, device_type
 from specdec.parallel.rank_check import RankCheck
 from specdec.samples import RequestGroup
@@ -104,6 +111,8 @@ class TensorRanks:
     def compare_choices(self, runner: ModelRunner) -> None:
         """Check that the ranks run the same kernels in the same shapes, once all is captured.
 
+        What was captured is released before the ranks leave their groups.
+
         Raises:
             RankError: they do not.
         """
@@ -115,6 +124,7 @@ class TensorRanks:
             name = torch.cuda.get_device_name(device)
             linears = choices_digest(load_choices(name, dtype))
         graphs = runner.graphs
+        release_before_groups(graphs)
         told = (torch.__version__, name, dtype, linears, graphs.sizes, graphs.keys)
         self._compare_once("kernel choices", (*told, runner.num_kv_blocks))
 
@@ -222,7 +232,7 @@ class TensorRanks:
         if self._group is None:
             return
         self._failure = f"{type(error).__name__}: {error}"
-        if _is_broken_connection(error):
+        if is_broken_connection(error) and not isinstance(error, LostRankError):
             with watch_ranks("run a step"):
                 raise error
 
@@ -237,13 +247,3 @@ def tensor_parallel_of(config: EngineConfig) -> TensorParallel | None:
         return None
     groups = groups_of_replica(config.tensor_parallel_size, device_type(config))
     return TensorParallel(groups.tp_rank, config.tensor_parallel_size, groups.tp)
-
-
-def _is_broken_connection(error: BaseException) -> bool:
-    """Return whether an error comes from a collective that lost its partner."""
-    # Of gloo they are plain RuntimeErrors that name its source files.
-    if isinstance(error, SpecdecError):
-        return False
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
