@@ -57,8 +57,14 @@ def check_placement(
     """Check a model that the caller may have loaded: where it is, it stays.
 
     Raises:
-        ConfigError: device or dtype are given and are not its own.
+        ConfigError: device or dtype are given and are not its own, or 8-bit weights are asked for
+            and it has none.
     """
+    if config.weight_dtype == "fp8" and model.weight_effect is None:
+        raise ConfigError(
+            "weight_dtype='fp8' is for a target that is loaded by name, and the given one has other "
+            "weights; give the name, or call quantize() of its model"
+        )
     for name, given, own in (
         ("device", _indexed(device), _indexed(model.device)),
         ("dtype", dtype, model.dtype),

@@ -21,6 +21,10 @@ class EngineConfig:
     Args:
         device: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:<index>".
         dtype: "auto" (bf16 where the device is fast at it, else fp32), or a dtype's name.
+        weight_dtype: of the target's layers: "auto" takes dtype; "fp8" rounds their weights to 8 bits
+            when the target is loaded by name, half the bytes that a step reads. The log and
+            `HFModel.weight_effect` say what that did to the law of the next token over a text;
+            drafts are verified against the rounded target (docs/fusion.md).
         seed: source of the seeds of unseeded requests.
         max_num_reqs: rows of the state; None takes 1024 on a GPU and 64 on a CPU.
         max_model_len: tokens a request may hold, prompt included.
@@ -63,6 +67,7 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
+    weight_dtype: str = "auto"
     seed: int = 0
     max_num_reqs: int | None = None
     max_model_len: int = 2048
@@ -111,6 +116,7 @@ class EngineConfig:
             if value is not None and value < lowest:
                 raise ConfigError(f"{name}={value} is not allowed; give an integer >= {lowest}")
         for name, allowed in (
+            ("weight_dtype", ("auto", "fp8")),
             ("graph_scope", ("auto", "step", "draft", "none")),
             ("token_table", ("device", "pinned")),
             ("logprobs_mode", ("raw", "processed")),

@@ -127,7 +127,8 @@ class Engine:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
-            target = load_target(str(target), dtype, device, self._ranks.tensor_parallel)
+            ranks, weights = self._ranks.tensor_parallel, config.weight_dtype
+            target = load_target(str(target), dtype, device, ranks, weights)
         if not isinstance(target, LoadedTarget):
             raise ConfigError(
                 f"target={target!r} is not allowed; give a name, a folder or a LoadedTarget"

@@ -1,6 +1,7 @@
 """8-bit weights: rounding, the layers over them, and what a model of them gives."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,15 @@ from runner.models.hf import HFModel
 from runner.models.layers import PackedRows, StreamedLinear
 from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, rule
 from specdec import LLM, SamplingParams
-from specdec.errors import UnsupportedError
-from tests.models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model
+from specdec.errors import ConfigError, UnsupportedError
+from tests.models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    byte_tokenizer,
+    random_prompts,
+    randomized,
+    tiny_model,
+)
 
 HALF_STEP = 2.0**-4  # of a number with three bits of mantissa
 
@@ -104,3 +112,27 @@ def test_the_kernel_is_taken_for_more_tokens_than_with_wide_weights() -> None:
     taken = [limit for limit in TOKEN_LIMITS if rule(shape, limit, 1) is not None]
     assert taken == [16, 32, 64, 160]
     assert [limit for limit in TOKEN_LIMITS if rule(shape, limit) is not None] == [16, 32, 64]
+
+
+def test_option_reaches_the_target_that_is_loaded_by_name(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    model = randomized(lambda: FAMILIES["llama"](vocab_size=len(tokenizer)))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(
+        str(tmp_path), "none", "greedy", dtype="float32", weight_dtype="fp8", max_model_len=80
+    )
+    effect = llm.engine.target.model.weight_effect
+    assert effect is not None
+    assert effect.num_tokens > 100
+
+
+def test_a_loaded_target_of_other_weights_is_refused() -> None:
+    target = LoadedTarget("tiny", HFModel(copy.deepcopy(tiny_model("llama"))), None)
+    with pytest.raises(ConfigError, match="loaded by name"):
+        LLM(target, "none", "greedy", weight_dtype="fp8", max_model_len=80)
+
+
+def test_an_unknown_weight_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight_dtype='int3' is not allowed"):
+        LLM("nowhere", "none", "greedy", weight_dtype="int3")
