@@ -111,7 +111,8 @@ def load_target(
     """
     model, tokenizer = load_model(name, dtype, device, tensor_parallel), load_tokenizer(name)
     if weight_dtype == "fp8":
-        effect = model.quantize(torch.tensor(tokenizer.encode(SAMPLE_TEXT)))
+        ids = torch.tensor(tokenizer.encode(SAMPLE_TEXT))
+        effect = model.quantize(ids[: model.max_position_embeddings])
         logger.info(
             "8-bit weights: over %d tokens the likeliest one stayed at %.1f %%, KL %.4f nats, "
             "logits moved by %.1f %%",

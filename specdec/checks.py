@@ -62,8 +62,8 @@ def check_placement(
     """
     if config.weight_dtype == "fp8" and model.weight_effect is None:
         raise ConfigError(
-            "weight_dtype='fp8' is for a target that is loaded by name, and the given one has other "
-            "weights; give the name, or call quantize() of its model"
+            "weight_dtype='fp8' is for a target that is loaded by name, and the given one has "
+            "other weights; give the name, or call quantize() of its model"
         )
     for name, given, own in (
         ("device", _indexed(device), _indexed(model.device)),

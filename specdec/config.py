@@ -21,8 +21,8 @@ class EngineConfig:
     Args:
         device: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:<index>".
         dtype: "auto" (bf16 where the device is fast at it, else fp32), or a dtype's name.
-        weight_dtype: of the target's layers: "auto" takes dtype; "fp8" rounds their weights to 8 bits
-            when the target is loaded by name, half the bytes that a step reads. The log and
+        weight_dtype: of the target's layers: "auto" takes dtype; "fp8" rounds their weights to 8
+            bits when the target is loaded by name, half the bytes that a step reads. The log and
             `HFModel.weight_effect` say what that did to the law of the next token over a text;
             drafts are verified against the rounded target (docs/fusion.md).
         seed: source of the seeds of unseeded requests.
