@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -179,6 +181,18 @@ def test_another_structure_runs_unfused_and_says_why(
     assert ours.fused is None
     assert ours.unfused_reason
     assert relative(our_logits(ours, ids)[0], reference_logits(model, ids)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_equal_parts_that_are_put_together_otherwise_run_unfused(dtype: torch.dtype) -> None:
+    config = GraniteConfig(**SIZES, residual_multiplier=0.4, embedding_multiplier=3.0)
+    model: Any = randomized(lambda: GraniteForCausalLM(config))
+    ids = token_ids()
+    expected = reference_logits(model, ids)
+    ours = HFModel(copy.deepcopy(model).to(dtype))
+    assert ours.fused is None
+    assert "its parts match, but its logits would differ" in str(ours.unfused_reason)
+    assert relative(our_logits(ours, ids)[0], expected) < (1e-4 if dtype == F32 else 5e-2)
 
 
 def test_weights_are_joined_in_place() -> None:

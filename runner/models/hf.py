@@ -97,7 +97,30 @@ class HFModel:
             self.head = VocabularyHead(self.head, self.tensor_parallel, self.vocab_size)
         self._stream = stream_linear(self.head)
         if reference is not None:
+            self._drop_wrong_fusion(*reference)
             self._check_parity(*reference)
+
+    def _drop_wrong_fusion(self, token_ids: Tensor, expected: Tensor) -> None:
+        """Run a model unfused whose parts are those of a fused one, but not what it does with them.
+
+        Raises:
+            UnsupportedError: ranks share its layers, which needs the fused model.
+        """
+        if self.fused is None:
+            return
+        error = self._parity_error(token_ids, expected)
+        if error <= self._parity_allowed:
+            return
+        self.unfused_reason = (
+            f"its parts match, but its logits would differ (relative difference {error:.2g})"
+        )
+        if self.tensor_parallel is not None:
+            raise UnsupportedError(
+                f"ranks cannot share the layers of model type {self.config.model_type!r}: "
+                f"{self.unfused_reason}"
+            )
+        self.fused = None
+        logger.info("model type %s runs unfused: %s", self.config.model_type, self.unfused_reason)
 
     def _fuse(self) -> FusedDecoder | None:
         """Fuse the decoder, or say why not."""
@@ -298,15 +321,14 @@ class HFModel:
             UnsupportedError: the logits differ, or the architecture fails under our attention.
         """
         try:
-            ours = self._logits_in_chunks(token_ids)
-        except Exception as error:  # whatever a foreign architecture raises, the reason is shown
+            error = self._parity_error(token_ids, expected)
+        except Exception as raised:  # whatever a foreign architecture does, the reason is shown
             raise UnsupportedError(
                 f"model type {self.config.model_type!r} cannot run through our attention "
-                f"({' '.join(str(error).split())[:200]}); "
+                f"({' '.join(str(raised).split())[:200]}); "
                 f"proven families: {', '.join(sorted(PROVEN_FAMILIES))}"
-            ) from error
-        error = float((ours - expected).norm() / expected.norm())
-        allowed = _PARITY_TOLERANCE.get(self.dtype, 5e-2)
+            ) from raised
+        allowed = self._parity_allowed
         if not error <= allowed:
             raise UnsupportedError(
                 f"model type {self.config.model_type!r} gives other logits through our attention "
@@ -314,6 +336,15 @@ class HFModel:
                 f"proven families: {', '.join(sorted(PROVEN_FAMILIES))}"
             )
         logger.info("model type %s: parity %.1e", self.config.model_type, error)
+
+    @property
+    def _parity_allowed(self) -> float:
+        """Return the relative difference of logits that rounding explains."""
+        return _PARITY_TOLERANCE.get(self.dtype, 5e-2)
+
+    def _parity_error(self, token_ids: Tensor, expected: Tensor) -> float:
+        """Return the relative difference between our logits and those of transformers."""
+        return float((self._logits_in_chunks(token_ids) - expected).norm() / expected.norm())
 
     def _logits_in_chunks(self, token_ids: Tensor) -> Tensor:
         """Return float32 logits of a text run in two passes.
