@@ -1,6 +1,6 @@
 """Whole steps of a model whose layers several GPUs share, beside their floor.
 
-    python benchmarks/multi_gpu_shared.py --ranks 2 --batch 32 --out benchmarks/results/shared.jsonl
+    python benchmarks/multi_gpu_shared.py --ranks 2 --batch 32
 
 A line of `experiments.bench_e2e` (random weights, a synthetic verifier that commits three tokens a
 step, K = 4), run by as many ranks; and the sum over ranks alone, inside a CUDA graph, as often as a

@@ -27,19 +27,29 @@ SCOPES: dict[str, dict[str, Any]] = {
     "draft": {"graph_scope": "draft", "graph_num_reqs": [2, 5]},
     "none": {"graph_scope": "none"},
 }
+CASES = [
+    *((name, "step") for name in DRAFTERS),
+    *(("draft_model, target", "draft"), ("eagle3", "draft"), ("eagle3", "none")),
+]
 LAUNCHES: dict[str, Any] = {**SCOPES["step"], "steps_per_launch": 3}
 _STEADY_STEPS = 8
+_device = "cuda"
 
 
-def gpu_checks(folder: str) -> None:
-    """Run every check on this rank's GPU, and leave what came of it."""
-    faulthandler.dump_traceback_later(500, exit=True)
+def gpu_checks(folder: str, device: str = "cuda") -> None:
+    """Run every check on this rank's GPU, and leave what came of it.
+
+    Args:
+        folder: where to.
+        device: "cpu" for a dry run, in which what ought to be a graph is none.
+    """
+    global _device
+    _device = device
+    faulthandler.dump_traceback_later(540, exit=True)
     saved = save_models(Path(folder) / f"rank{this_rank()}")
     found = {
         "drafters": {
-            f"{name}, {scope}": _compare(saved[name], {**SCOPES[scope]})
-            for name in DRAFTERS
-            for scope in (SCOPES if name in ("eagle3", "draft_model, target") else ("step",))
+            f"{name}, {scope}": _compare(saved[name], SCOPES[scope]) for name, scope in CASES
         },
         "launches": _compare(saved["eagle3"], LAUNCHES),
         "steady": _steady(saved["eagle3"]),
@@ -53,9 +63,9 @@ def gpu_checks(folder: str) -> None:
 
 def _engine(size: int, drafter: Any, verifier: str, options: dict[str, Any]) -> Engine:
     """Build an engine of two ranks, or of this one alone, on its own GPU."""
-    device = "cuda" if size > 1 else f"cuda:{this_rank()}"
+    device = f"cuda:{this_rank()}" if _device == "cuda" and size == 1 else _device
     own = {**SIZES, "device": device, "tensor_parallel_size": size, "check_ranks_every": 1}
-    return Engine(whole_target("cuda"), drafter, verifier, K, **{**own, **options})
+    return Engine(whole_target(_device), drafter, verifier, K, **{**own, **options})
 
 
 def _compare(drafter: Any, options: dict[str, Any]) -> dict[str, Any]:
