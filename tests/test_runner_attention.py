@@ -1,5 +1,6 @@
 """Paged attention against plain attention per request, with NaN in every slot it must not read."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -119,6 +120,30 @@ def test_one_token_of_one_request_needs_no_mask() -> None:
     assert group.mask(None, 3, torch.float32) is not None
 
 
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("window", [None, 6])
+def test_pages_of_one_request_that_follow_one_another_are_not_copied(
+    query_len: int, window: int | None
+) -> None:
+    outputs = []
+    for blocks in ([2, 3, 4], [2, 4, 3], [0, 1, 2]):
+        sizes = AttentionSizes((query_len,), (9,), 2, 3, 8, block_size=4, window=window)
+        case = AttentionCase(sizes, CPU)
+        case.block_table[int(case.rows[0]), :3] = torch.tensor(blocks, dtype=torch.int32)
+        case.metadata.slot_mapping.copy_(case.slots(0)[9:])
+        for kind, own in ((case.kv.keys, case.keys), (case.kv.values, case.values)):
+            kind[LAYER][: case.kv.null_slot] = float("nan")
+            kind[LAYER][case.slots(0)[:9]] = own[0][:9]
+        outputs.append(run(case))
+        case.check(outputs[-1])
+        (group,) = case.metadata.groups
+        in_order = blocks != [2, 4, 3]
+        assert (group.read_slots is None) == in_order
+        assert group.first_slot == (4 * blocks[0] if in_order else -1)
+    assert torch.equal(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
+
+
 class _NoHostData(TorchDispatchMode):
     """Refuse whatever a captured graph could not hold: copies from or to the host."""
 
@@ -132,21 +157,39 @@ class _NoHostData(TorchDispatchMode):
         return output
 
 
+def _without_data(value: Any) -> Any:
+    """Return a fused model, or a part of one, whose tensors have no data; changed in place."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, list):
+        return [_without_data(part) for part in value]
+    if type(value).__module__.startswith("runner.models."):
+        for name, part in vars(value).items():
+            object.__setattr__(value, name, _without_data(part))
+    return value
+
+
 def _forward_on_meta(model: HFModel) -> None:
     """Run a decoder and its head on a device that has no data: every read of one raises."""
-    kv = model.make_kv_cache(1, 8)
-    metadata = single_request_metadata(kv, torch.arange(5), 5)
     module: Any = model.model
     module.to("meta")
+    model.device = torch.device("meta")
+    _without_data(model.fused)
+    _without_data(model._stream)
+    kv = model.make_kv_cache(1, 8)
     with torch.device("meta"):
         ids, positions = (torch.empty(5, dtype=torch.int64) for _ in range(2))
+        metadata = single_request_metadata(kv, positions, 5)
     with _NoHostData():
         hidden = model.forward(ids, positions, metadata)
         assert model.compute_logits(hidden).shape == (5, model.vocab_size)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoder_reads_nothing_on_the_host(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_reads_nothing_on_the_host(
+    family: str, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What a captured forward may do, attention aside, whose kernels need a real device.
     layers = []
 
@@ -156,13 +199,14 @@ def test_decoder_reads_nothing_on_the_host(family: str, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(attention.ATTENTION_BACKENDS, "paged", instead)
     monkeypatch.setattr(PagedKVCache, "write", lambda *args: None)
-    model = HFModel(tiny_model(family))
+    model = HFModel(copy.deepcopy(tiny_model(family)), fuse)
+    assert (model.fused is not None) == fuse
     _forward_on_meta(model)
     assert layers == list(range(model.num_layers))
 
 
 def test_decoder_that_builds_a_mask_is_noticed() -> None:
-    model = HFModel(tiny_model("llama"))
+    model = HFModel(copy.deepcopy(tiny_model("llama")), fuse=False)
     model.model.set_attn_implementation("sdpa")  # a mask is made for it, by looking at positions
     with pytest.raises(RuntimeError, match="meta"):
         _forward_on_meta(model)
