@@ -24,7 +24,7 @@ from runner.models.hf import HFModel
 from specdec import LLM, SamplingParams
 from specdec.config import EngineConfig
 from specdec.parallel.launch import launch
-from specdec.parallel.replicas import check_host
+from specdec.parallel.placement import check_host
 
 _LLAMA: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -412,7 +412,7 @@ def play(
 
     while waiting or engine.has_requests:
         now_s = time.perf_counter() - started
-        if waiting and isinstance(engine, DataParallelEngine):
+        if waiting:
             now_s = engine.share(now_s)  # all ranks have to see a question arrive at once
         while waiting and waiting[0][0] <= now_s and len(running) < limit:
             arrival_s, conversation = waiting.popleft()

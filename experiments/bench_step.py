@@ -291,7 +291,10 @@ def _profile_steps(engine: Engine, num_steps: int) -> DeviceTrace:
 def _device_us(engine: Engine) -> float | None:
     """Return microseconds of the step's graph launched back to back; the engine ends with it."""
     runner, per_launch = engine.runner, engine.steps_per_launch
-    keys = (k for k in runner.graphs.keys if k.part == "step" and k.num_steps == per_launch)
+    # The plain one: what the timed steps, in which no request asks for more, were launched as.
+    keys = (
+        k for k in runner.graphs.keys if k.part == "step" and k.plain and k.num_steps == per_launch
+    )
     key, num_launches = next(keys, None), _launches(engine, _GRAPH_LAUNCHES)
     if key is None:
         return None

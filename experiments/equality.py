@@ -27,6 +27,7 @@ from sampler.noise import STREAM_TARGET, mix_seed, noise_gumbel, noise_key
 from specdec.errors import SpecdecError
 from specdec.log import progress
 from specdec.parallel.groups import RankError
+from specdec.parallel.tensor_ranks import tensor_parallel_of
 from specdec.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -276,7 +277,9 @@ def try_equality(
         torch.cuda.empty_cache()
     try:
         # Loaded anew: a CPU's bf16 weights are packed, so that they cannot be converted in place.
-        target = target or load_target(config.target.name, torch.float32, device)
+        target = target or load_target(
+            config.target.name, torch.float32, device, tensor_parallel_of(config.engine)
+        )
         return check_equality(specs, config, target, questions)
     except RankError:
         raise  # nothing can be told of the rest of a run that lost a rank

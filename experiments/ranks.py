@@ -48,6 +48,8 @@ def gather_trace(groups: ParallelGroups, trace: StepTrace) -> tuple[pd.DataFrame
             buffer = io.BytesIO()
             own.to_parquet(buffer, index=False)
             parts = gather_bytes(groups.control, buffer.getvalue())
+            # The ranks of a replica ran the same steps: its first one tells them.
+            parts = parts[:: groups.config.tensor_parallel_size]
             found = [pd.read_parquet(io.BytesIO(part)) for part in parts]
             filled = [part for part in found if len(part)] or [frame]
             own = pd.concat(filled, ignore_index=True)

@@ -51,7 +51,8 @@ from specdec.latencies import summarise_latencies
 from specdec.log import progress, setup_logging
 from specdec.parallel.groups import ParallelConfig, init_groups, is_first_rank, is_rank
 from specdec.parallel.launch import launch
-from specdec.parallel.replicas import check_host, device_of_rank, device_type
+from specdec.parallel.placement import check_host, device_of_rank, device_type
+from specdec.parallel.tensor_ranks import tensor_parallel_of
 from specdec.tracker import Tracker, TrackerConfig, hide_secrets, make_tracker, without_secrets
 from specdec.types import SamplingParams
 
@@ -107,7 +108,7 @@ def execute(config: RunConfig, path: Path, command: str, resolved: Mapping[str, 
     seed = config.seed
     paces = plan_paces(config.workload, len(questions), config.batch_size, seed)
     specs = plan_arms(config)
-    writes = config.engine.data_parallel_size == 1 or is_first_rank()
+    writes = config.engine.num_ranks == 1 or is_first_rank()
     folder = RunFolder(path) if writes else UnwrittenFolder(path)
     folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
     provenance = collect_provenance(command, seed, device, dtype)
@@ -133,7 +134,8 @@ def _measure(run: _Run, dtype: torch.dtype, device: torch.device) -> None:
     dtype_name = str(dtype).removeprefix("torch.")
     judged = [(spec, *first_verdict(spec, run.config, dtype_name)) for spec in run.specs]
     verdicts = {spec.name: verdict for spec, verdict, _ in judged}
-    target: LoadedTarget | None = load_target(run.config.target.name, dtype, device)
+    shared = tensor_parallel_of(run.config.engine)
+    target: LoadedTarget | None = load_target(run.config.target.name, dtype, device, shared)
     run.questions = _with_lengths(run.questions, target)
     entries = _time_arms(run, target, verdicts)
     to_compare = [spec for spec, _, needs_texts in judged if needs_texts]
@@ -323,13 +325,13 @@ def run_task(cfg: DictConfig) -> None:
     command = "python -m experiments.run " + shlex.join(hydra_config.overrides.task)
     folder = Path(hydra_config.runtime.output_dir)
     given = config, folder, command.strip(), {str(k): v for k, v in resolved.items()}
-    if config.engine.data_parallel_size == 1:
+    if config.engine.num_ranks == 1:
         show(execute(*given))
     elif is_rank():
         run_rank(logging.getLogger().level, *given)
     else:
         check_host(config.engine)
-        launch(run_rank, config.engine.data_parallel_size, (logging.getLogger().level, *given))
+        launch(run_rank, config.engine.num_ranks, (logging.getLogger().level, *given))
 
 
 def run_rank(

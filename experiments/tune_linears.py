@@ -16,7 +16,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,16 @@ def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
 
 
 def with_prefetch(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch]:
-    """Return a launch with each amount that it may prefetch."""
+    """Return a launch with each amount that it may prefetch, and with each start of the next."""
     most = 2 * shape.columns // launch.splits // 16 * 16
     amounts = sorted({min(amount, most) for amount in _PREFETCH})
-    return [LinearLaunch(**{**asdict(launch), "prefetch": amount}) for amount in amounts]
+    # Only a kernel that leaves room on every multiprocessor may let the next begin at once.
+    small = shape.rows * shape.columns <= 2**22
+    return [
+        replace(launch, prefetch=amount, early=early)
+        for amount in amounts
+        for early in ((False, True) if small else (False,))
+    ]
 
 
 def run_layer(x: Tensor, weight: Tensor, glu: bool, launch: LinearLaunch | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Sizes of a runner, and how it launches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -21,3 +22,5 @@ class RunnerConfig:
     confidence_threshold: float | None = None  # see runner.confidence
     phase_events: bool = False  # mark the phases inside graphs of whole steps
     steps_per_launch: int = 1  # captured beside the single step where it is more
+    # Gives the least of the numbers of all ranks that share the layers.
+    least_of_ranks: Callable[[int], int] | None = None

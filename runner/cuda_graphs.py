@@ -165,6 +165,10 @@ class CUDAGraphManager:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 
+    def release(self) -> None:
+        """Let go of everything that was captured; nothing can be launched any more."""
+        self._captured.clear()
+
     def launch(self, key: GraphKey) -> Any:
         """Launch a captured part; returns what its function returned, at the same addresses."""
         captured = self._captured[key]

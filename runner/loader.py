@@ -10,7 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from runner.models.hf import HFModel
+from runner.models.fp8 import SAMPLE_TEXT
+from runner.models.hf import PROVEN_FAMILIES, HFModel
+from runner.rank_weights import load_part
+from runner.tensor_parallel import TensorParallel
 from runner.weights import EMBEDDED_NAME, check_weight_files, ensure_embedded_target
 from specdec.errors import ConfigError, WeightsError
 
@@ -84,14 +87,40 @@ class LoadedTarget:
     tokenizer: Any | None
 
 
-def load_target(name: str, dtype: torch.dtype, device: torch.device) -> LoadedTarget:
-    """Load a target and its tokenizer.
+def load_target(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel: TensorParallel | None = None,
+    weight_dtype: str = "auto",
+) -> LoadedTarget:
+    """Load a target and its tokenizer; see `load_model`.
+
+    Args:
+        name: of the model.
+        dtype: to run it in.
+        device: to run it on.
+        tensor_parallel: ranks that share its layers.
+        weight_dtype: "auto" keeps `dtype`, "fp8" rounds the layers' weights to 8 bits, and says
+            what that does to the law of the next token over a text.
 
     Raises:
         WeightsError: they cannot be found or read.
         UnsupportedError: the architecture cannot be run here.
+        ConfigError: its layers cannot be divided among the ranks.
     """
-    return LoadedTarget(name, load_model(name, dtype, device), load_tokenizer(name))
+    model, tokenizer = load_model(name, dtype, device, tensor_parallel), load_tokenizer(name)
+    if weight_dtype == "fp8":
+        effect = model.quantize(torch.tensor(tokenizer.encode(SAMPLE_TEXT)))
+        logger.info(
+            "8-bit weights: over %d tokens the likeliest one stayed at %.1f %%, KL %.4f nats, "
+            "logits moved by %.1f %%",
+            effect.num_tokens,
+            effect.top1_agreement * 100,
+            effect.mean_kl,
+            effect.relative_error * 100,
+        )
+    return LoadedTarget(name, model, tokenizer)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -107,36 +136,45 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise WeightsError(_cannot_load("tokenizer", name, error)) from error
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
+def load_model(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel: TensorParallel | None = None,
+) -> HFModel:
     """Load a causal language model from safetensors.
+
+    Args:
+        name: of the model.
+        dtype: to run it in.
+        device: to run it on.
+        tensor_parallel: ranks that share its layers; each reads its own part of the files.
 
     Raises:
         WeightsError: it cannot be found or read.
         UnsupportedError: its architecture cannot be run here.
+        ConfigError: its layers cannot be divided among the ranks.
     """
     source = locate(name)
     started = time.perf_counter()
+    num_bytes = None
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        # With output_loading_info the result is a pair, which the annotations do not know.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        model, info = loaded
+        if _is_read_in_part(name, config, tensor_parallel):
+            assert tensor_parallel is not None, "a part is one of several"
+            model, missing, num_bytes = load_part(source, config, dtype, device, tensor_parallel)
+        else:
+            model, missing = _load_whole(source, config, dtype)
+    except ConfigError:  # a ValueError, too, and says what is wrong by itself
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise WeightsError(_cannot_load("model", name, error)) from error
-    missing = sorted(info["missing_keys"])
     if missing:  # transformers would go on with random values
         raise WeightsError(
             f"model {name!r} lacks {len(missing)} of its weights, the first is {missing[0]!r}; "
             f"copy it again from its source"
         )
-    adapter = HFModel(model.to(device))
+    adapter = HFModel(model.to(device), tensor_parallel=tensor_parallel)
     logger.info(
         "loaded %s: %.0f M parameters, %s, %s, %.1f s",
         name,
@@ -145,7 +183,35 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> HFModel:
         device,
         time.perf_counter() - started,
     )
+    if num_bytes is not None and tensor_parallel is not None:
+        place = (tensor_parallel.rank, tensor_parallel.size)
+        logger.info("rank %d of %d read %.1f MB of it", *place, num_bytes / 1e6)
     return adapter
+
+
+def _load_whole(source: str, config: Any, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """Return a model, and the names of tensors that its files lack, sorted."""
+    # With output_loading_info the result is a pair, which the annotations do not know.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    model, info = loaded
+    return model, sorted(info["missing_keys"])
+
+
+def _is_read_in_part(name: str, config: Any, tensor_parallel: TensorParallel | None) -> bool:
+    """Return whether a rank reads only its part of the files."""
+    if tensor_parallel is None or tensor_parallel.size == 1:
+        return False
+    if config.model_type in PROVEN_FAMILIES and not hasattr(config, "quantization_config"):
+        return True
+    logger.info("%s is read whole on every rank, for its family is not proven", name)
+    return False
 
 
 def eos_token_ids(model: HFModel, tokenizer: Any | None) -> frozenset[int]:

@@ -37,6 +37,8 @@ def choose_num_kv_blocks(runner: "ModelRunner") -> int:
     else:
         available = _CPU_LIMIT_BYTES
     num_blocks = min(full, available // per_block)
+    if config.least_of_ranks is not None:
+        num_blocks = config.least_of_ranks(num_blocks)
     if num_blocks < blocks_per_req:
         raise CapacityError(
             f"the KV cache has {max(available, 0) / 2**30:.2f} GiB, which is "

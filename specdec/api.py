@@ -27,8 +27,8 @@ class LLM:
             name, mapping or config object: "by_batch_size", "confidence", "goodput".
         options: fields of `specdec.config.EngineConfig` (dtype, device, seed, max_num_reqs,
             max_model_len, max_num_batched_tokens, num_kv_blocks, block_size, ...). With
-            data_parallel_size above 1 every rank builds its LLM and makes the same calls; each
-            returns all outputs (docs/parallel.md).
+            data_parallel_size or tensor_parallel_size above 1 every rank builds its LLM and makes
+            the same calls; each returns all outputs (docs/parallel.md).
 
     Raises:
         ConfigError, WeightsError, UnsupportedError, CapacityError: see `Engine`.
@@ -106,7 +106,7 @@ class LLM:
                     if increment.output is not None:
                         outputs[increment.request_id] = increment.output
         finally:
-            for name in self.engine.unfinished_ids & own:
+            for name in sorted(self.engine.unfinished_ids & own):  # alike on every rank
                 self.engine.discard(name)
             self.engine.put_back(foreign)
         return [outputs[name] for name in names]

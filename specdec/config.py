@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -53,10 +53,10 @@ class EngineConfig:
             traces tell their times apart; they cost device time, and one step is in flight at most.
         data_parallel_size: replicas of the engine, each in a process of its own, that share the
             requests (docs/parallel.md).
-        tensor_parallel_size: processes that share the layers of a replica; only 1 for now.
+        tensor_parallel_size: processes that share the layers of each replica (docs/parallel.md).
         exchange_every: steps after which replicas exchange results; more of them cost less waiting
             for one another, and bring what is new later.
-        check_ranks_every: steps after which ranks that have to agree compare checksums.
+        check_ranks_every: steps after which the ranks of a replica compare checksums.
         penalties: keep what repetition, frequency and presence penalties need, a count for each
             row and token; without it they are refused.
     """
@@ -83,12 +83,16 @@ class EngineConfig:
     exchange_every: int = 1
     check_ranks_every: int = 64
 
+    @property
+    def num_ranks(self) -> int:
+        """Return the processes that all replicas take together."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
     def check(self, num_speculative_tokens: int) -> None:
         """Check every range, and that a step can hold one verification.
 
         Raises:
             ConfigError: names the key, the value and what is allowed.
-            UnsupportedError: tensor parallelism is asked for.
         """
         for name, lowest in (
             ("max_num_reqs", 1),
@@ -106,11 +110,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{name}={value} is not allowed; give an integer >= {lowest}")
-        if self.tensor_parallel_size > 1:
-            raise UnsupportedError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; give 1, "
-                "and data_parallel_size for replicas"
-            )
         for name, allowed in (
             ("graph_scope", ("auto", "step", "draft", "none")),
             ("token_table", ("device", "pinned")),

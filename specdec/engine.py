@@ -12,24 +12,16 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-import numpy as np
-
 from runner.async_output import StepHandle, StepOutput
 from runner.config import RunnerConfig
 from runner.input_batch import padding_plan
-from runner.loader import (
-    LoadedTarget,
-    load_target,
-    resolve_device,
-    resolve_dtype,
-)
+from runner.loader import LoadedTarget, load_target, resolve_device, resolve_dtype
 from runner.model_runner import ModelRunner
 from sampler.processors.grammar import GrammarMasks
 from specdec.admission import Admission
 from specdec.checks import check_host_drafter, check_pairing, check_placement
 from specdec.config import EngineConfig, from_mapping
 from specdec.delivery import Delivery, deliver_logprobs
-from specdec.draft_length.base import StepOutcome
 from specdec.draft_length.registered import make_draft_length
 from specdec.ending import Trimmed
 from specdec.errors import ConfigError
@@ -38,7 +30,8 @@ from specdec.host_drafts import HostDrafts, steps_in_flight
 from specdec.intake import Prompt
 from specdec.kv_cache import BlockAllocator
 from specdec.launches import steps_per_launch
-from specdec.outcomes import Outcomes, trace_outcomes
+from specdec.outcomes import Outcomes, as_seen_by_policy, trace_outcomes
+from specdec.parallel.tensor_ranks import TensorRanks
 from specdec.planning import Planner
 from specdec.registry import build_config
 from specdec.request import Request
@@ -76,11 +69,14 @@ class Engine:
         trace: collects step traces where given.
         draft_length: how many of the K drafts a step proposes: "fixed" (all), or the name, a
             mapping with a key "name", or a config object of another policy.
-        options: fields of `EngineConfig`, instead of `config`.
+        options: fields of `EngineConfig`, instead of `config`. With tensor_parallel_size above 1
+            every rank builds its engine and makes the same calls; a target that is loaded whole is
+            this rank's part from then on (docs/parallel.md).
 
     Raises:
         ConfigError: a wrong name, key, value or pairing; raised before the target loads.
         WeightsError, UnsupportedError, CapacityError: the target cannot be had or run.
+        RankError: ranks lost, or contradict, one another.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class Engine:
                 f"data_parallel_size={config.data_parallel_size}: an Engine is one replica; use "
                 "LLM, or specdec.parallel.replicas.DataParallelEngine, in as many processes"
             )
-        self.config = config
         drafter_entry, drafter_config = build_config("drafter", drafter)
         verifier_entry, verifier_config = build_config("verifier", verifier)
         self._processors = [
@@ -116,20 +111,29 @@ class Engine:
         never_drafts = getattr(drafter_entry.cls, "never_drafts", False)
         self.num_speculative_tokens = 0 if never_drafts else num_speculative_tokens
         config.check(self.num_speculative_tokens)
+        self._ranks = TensorRanks(config)
+        self.config = config = self._ranks.config
         self.draft_length = make_draft_length(draft_length, self.num_speculative_tokens)
         self.drafter = drafter_entry.cls(drafter_config)
         self.verifier = verifier_entry.cls(verifier_config)
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
         check_host_drafter(self.drafter, config)
+        self._ranks.compare_options(
+            self.num_speculative_tokens,
+            drafter_entry.name,
+            verifier_entry.name,
+            self.draft_length.config,
+        )
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
-            target = load_target(str(target), dtype, device)
+            target = load_target(str(target), dtype, device, self._ranks.tensor_parallel)
         if not isinstance(target, LoadedTarget):
             raise ConfigError(
                 f"target={target!r} is not allowed; give a name, a folder or a LoadedTarget"
             )
         check_placement(target.model, config, device, dtype)
+        self._ranks.take_part(target)
         self.target = target
         self.tokenizer = target.tokenizer
         self.trace = trace
@@ -169,7 +173,7 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_reqs, config.max_num_batched_tokens, k, uniform_verify),
             BlockAllocator(self.runner.num_kv_blocks, config.block_size),
-            self.draft_length.next_length,
+            self._ranks.next_length(self.draft_length),
         )
         self._drafts_known = self.max_steps_in_flight == 1
         self._host_drafts = HostDrafts(
@@ -178,6 +182,7 @@ class Engine:
             self.scheduler,
             self.runner.graphs.launches,
             model.vocab_size,
+            self._ranks.agree_on_drafts,
         )
         self._admission = Admission(target, self.verifier, config, k)
         eos_token_ids = self._admission.eos_token_ids
@@ -194,6 +199,7 @@ class Engine:
         self._empty_steps: deque[StepHandle] = deque()
         self.num_steps = 0  # enqueued so far, empty ones not counted
         self._clock = StepClock()
+        self._ranks.compare_choices(self.runner)
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
         """Build the runner around the sampler."""
@@ -213,6 +219,7 @@ class Engine:
             draft_choices=self.draft_length.choices,
             confidence_threshold=self.draft_length.confidence_threshold,
             steps_per_launch=self.steps_per_launch,
+            least_of_ranks=self._ranks.least,
         )
         return ModelRunner(model, self._sampler, self.drafter, runner_config, target.tokenizer)
 
@@ -257,6 +264,7 @@ class Engine:
         first = group.samples[0]
         self._sampler.check_request(first.params, first.token_ids)
         self.scheduler.check(first)  # all samples are of one size
+        self._ranks.note_request(group)
         return group
 
     def enqueue(self, group: RequestGroup) -> None:
@@ -287,6 +295,7 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
+        self._ranks.note_end(request_id)
         # A step that failed may have left increments that were not handed out.
         ended = {(request_id, request.sample_index) for request in group.unfinished}
         self._pending = [i for i in self._pending if (i.request_id, i.sample_index) not in ended]
@@ -294,6 +303,14 @@ class Engine:
             self._finish(request, len(request.detokenizer.token_ids), Trimmed([], "abort"))
             for request in group.unfinished
         ]
+
+    def share(self, value: Any) -> Any:
+        """Return the first rank's value on every rank, for what ranks see differently: a clock.
+
+        Args:
+            value: what JSON can hold; that of other ranks does not count.
+        """
+        return self._ranks.share(value)
 
     def put_back(self, increments: list[Increment]) -> None:
         """Keep increments that were not for the caller of a step; they come with the next one."""
@@ -317,6 +334,7 @@ class Engine:
         A launch is a step, or `steps_per_launch` of them: then a request may get several increments
         at once, in order.
         """
+        self._ranks.check_alive()
         increments, self._pending = self._pending, []
         try:
             if self._in_flight and self._grammars.need_outcomes:
@@ -324,9 +342,10 @@ class Engine:
                 self._read_down_to(0, increments)
             drained = not self._enqueue()
             self._read_down_to(0 if drained else self.max_steps_in_flight - 1, increments)
-        except BaseException:
+        except BaseException as error:
             self._pending = increments
             self._start_over()
+            self._ranks.fail(error)
             raise
         return increments
 
@@ -404,6 +423,7 @@ class Engine:
 
     def _read(self, flight: _InFlight, output: StepOutput) -> list[Increment]:
         """Commit a step's outcome to the requests that still own their rows."""
+        self._ranks.note_step(flight.step, flight.handle, output)
         scheduled = flight.scheduled
         places, must_trim = self.scheduler.commit(
             scheduled,
@@ -432,7 +452,7 @@ class Engine:
         seconds = flight.seconds or self._clock.read(flight.started) / flight.num_steps
         flight.seconds = seconds
         if self.draft_length.learns:
-            self._learn_length(scheduled, outcomes, seconds)
+            self.draft_length.observe(as_seen_by_policy(scheduled, outcomes, seconds))
         if self.trace is not None and flight.handle.timer is not None:
             counts = num_sampled, num_judged
             num_committed = trace_outcomes(
@@ -442,20 +462,6 @@ class Engine:
             line = step_line(flight.step, flight.handle, seconds, num_committed, flight.num_steps)
             self.trace.add_step((*line, *lengths))
         return increments
-
-    def _learn_length(self, scheduled: ScheduledStep, outcomes: Outcomes, seconds: float) -> None:
-        """Show a step to the policy of the draft length."""
-        verified = zip(outcomes.verifies, outcomes.num_sampled, strict=True)
-        self.draft_length.observe(
-            StepOutcome(
-                num_reqs=len(scheduled.requests),
-                num_verified=scheduled.num_verified,
-                num_drafted=scheduled.num_drafted,
-                seconds=seconds,
-                num_sampled=np.array([n for verifies, n in verified if verifies], dtype=np.int64),
-                only_verifies=all(scheduled.verifies),
-            )
-        )
 
     def _finish(self, request: Request, start: int, trimmed: Trimmed) -> Increment:
         """Free what a sample holds; the last one brings the output.

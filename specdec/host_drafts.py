@@ -7,7 +7,7 @@ verify in it: nothing that was asked for an earlier owner of a row can reach a l
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -48,6 +48,7 @@ class HostDrafts:
         scheduler: knows who runs; is told how many positions are worth verifying.
         launches: counts what did not run in a graph, and why.
         vocab_size: of the target.
+        agree: turns the drafts of this rank, [n, K] int64 with -1 for none, into those of all.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class HostDrafts:
         scheduler: Scheduler,
         launches: Counter[str],
         vocab_size: int,
+        agree: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         self.enabled = drafter.capabilities.on_cpu and state.num_speculative_tokens > 0
         self._drafter, self._state, self._scheduler = cast(HostDrafter, drafter), state, scheduler
-        self._launches, self._vocab_size = launches, vocab_size
+        self._launches, self._vocab_size, self._agree = launches, vocab_size, agree
         self._requests: dict[Request, HostRequest] = {}
         self._proposed: dict[Request, list[int]] = {}  # for the step at hand
 
@@ -82,6 +84,10 @@ class HostDrafts:
             return
         self._launches[f"draft eager: {_REASON}"] += 1
         runs = self._drafter.propose_on_host(rows)
+        if self._agree is not None:
+            width = self._state.num_speculative_tokens
+            padded = [[*run, *[-1] * width][:width] for run in runs]
+            runs = self._agree(np.array(padded, dtype=np.int64)).tolist()
         for request, row, run in zip(requests, rows, runs, strict=True):
             drafts = self._checked(run[: row.num_drafts])
             if drafts:

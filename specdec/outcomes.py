@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec.draft_length.base import StepOutcome
 from specdec.request import Request
 from specdec.scheduler import ScheduledStep
 from specdec.trace import StepTrace
@@ -24,6 +25,19 @@ class Outcomes(NamedTuple):
     runs: list[list[int]]  # tokens; those behind num_sampled mean nothing
     num_sampled: list[int]
     num_judged: list[int]  # valid drafts
+
+
+def as_seen_by_policy(scheduled: ScheduledStep, outcomes: Outcomes, seconds: float) -> StepOutcome:
+    """Return a step as a policy of the draft length may learn from it."""
+    verified = zip(outcomes.verifies, outcomes.num_sampled, strict=True)
+    return StepOutcome(
+        num_reqs=len(scheduled.requests),
+        num_verified=scheduled.num_verified,
+        num_drafted=scheduled.num_drafted,
+        seconds=seconds,
+        num_sampled=np.array([n for verifies, n in verified if verifies], dtype=np.int64),
+        only_verifies=all(scheduled.verifies),
+    )
 
 
 def judged(

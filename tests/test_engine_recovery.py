@@ -71,7 +71,12 @@ def fail_once(
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(HFModel, "forward"), (OutputRing, "read"), (StagedTables, "apply"), (OutputRing, "end_step")],
+    [
+        (HFModel, "forward_with_layers"),
+        (OutputRing, "read"),
+        (StagedTables, "apply"),
+        (OutputRing, "end_step"),
+    ],
     ids=["forward", "wait", "staged writes", "event"],
 )
 @pytest.mark.parametrize("scope", ["none", "step"])

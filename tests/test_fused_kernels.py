@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from runner.models.fp8 import dequantize_rows, quantize_rows
 from runner.models.glu import silu_mul, silu_mul_ref
 from runner.models.linear import (
     LinearLaunch,
@@ -95,8 +96,31 @@ def test_top1_linear(device: torch.device, name: str, dtype: torch.dtype, maps: 
     weight = torch.randint(-2, 3, (num_rows, columns)).to(device, dtype)
     weight[num_rows // 2 :] = weight[: num_rows - num_rows // 2].clone()
     ids = torch.randperm(1000)[:num_rows].to(device) if maps else None
-    expected = top1_linear_ref(x, weight, launch, ids)
+    values = torch.full((2, num_tokens), float("nan"), device=device)
+    expected = top1_linear_ref(x, weight, launch, ids, values[0])
     assert torch.equal(top1_linear(x, weight, launch, ids), expected)
+    assert torch.equal(top1_linear(x, weight, launch, ids, values[1]), expected)
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], (x.float() @ weight.float().T).to(dtype).amax(1).float())
+
+
+@pytest.mark.parametrize("name", LINEAR_CASES)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_linears_over_eight_bit_weights(
+    device: torch.device, name: str, dtype: torch.dtype
+) -> None:
+    num_tokens, num_rows, columns, launch = LINEAR_CASES[name]
+    x = rows(num_tokens, columns, dtype, device)
+    values, scales = quantize_rows(torch.randn(2 * num_rows, columns).to(device))
+    weight, own = values[:num_rows].contiguous(), scales[:num_rows].contiguous()
+    given = split_linear(x, weight, None, launch, F32, own)
+    assert_close(given.sum(0), split_linear_ref(x, weight, None, launch, F32, own).sum(0), dtype)
+    wide = dequantize_rows(weight, own, torch.float64)
+    assert_close(given.sum(0), x.cpu().double() @ wide.cpu().T, dtype)
+    if launch.splits == 1:
+        scales *= 0.2
+        gated = glu_linear(x, values, launch, scales)
+        assert_close(gated, glu_linear_ref(x, values, launch, scales), dtype)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -159,7 +183,8 @@ def test_turn_heads(
     slots = torch.tensor([4, 0, -1, 9, 10]).to(device)
     norms = None
     if has_norms:
-        norms = HeadNorms(*torch.randn(2, head_size).to(device, dtype), 1e-5)
+        first, second = torch.randn(2, head_size).to(device, dtype)
+        norms = HeadNorms(first, second, 1e-5)
     results = []
     for turn in (turn_heads, turn_heads_ref):
         caches = [

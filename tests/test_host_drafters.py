@@ -168,7 +168,7 @@ def test_positions_without_a_draft_are_not_verified_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (HFModel, "forward"),
+        (HFModel, "forward_with_layers"),
         (OutputRing, "read"),
         (StagedTables, "apply"),
         (OutputRing, "end_step"),

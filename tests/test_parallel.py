@@ -17,13 +17,14 @@ from experiments.run_folder import UnwrittenFolder
 from runner.input_batch import StepPlan
 from specdec import LLM, Engine, SamplingParams
 from specdec.config import EngineConfig
-from specdec.errors import CapacityError, ConfigError, UnsupportedError
+from specdec.errors import CapacityError, ConfigError
 from specdec.log import progress
 from specdec.parallel.groups import ParallelConfig, init_groups
 from specdec.parallel.launch import RankFailedError, _failure
 from specdec.parallel.messages import encode, pack, unpack
-from specdec.parallel.rank_check import RankCheck, describe
-from specdec.parallel.replicas import DataParallelEngine, check_host, device_of_rank
+from specdec.parallel.placement import check_host, device_of_rank
+from specdec.parallel.rank_check import KINDS, RankCheck, describe
+from specdec.parallel.replicas import DataParallelEngine
 from specdec.parallel.router import Router
 from specdec.types import Increment
 from tests.models import byte_tokenizer, random_prompts, tiny_model, tiny_target
@@ -54,8 +55,8 @@ def test_sizes_below_one_are_refused(name: str, size: int) -> None:
             ParallelConfig(**{name: size})
 
 
-def test_tensor_parallelism_is_refused_for_now() -> None:
-    with pytest.raises(UnsupportedError, match="tensor_parallel_size=2 is not supported yet"):
+def test_layers_are_shared_by_as_many_ranks_as_there_are() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 needs 2 ranks, and this process"):
         LLM(tiny_target(tiny_model()), tensor_parallel_size=2, **OPTIONS)
 
 
@@ -324,14 +325,14 @@ def test_a_rank_alone_agrees_with_itself() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({(2, 1, 3): 9}, "rank 6 and the rest of 4 ranks disagree in tokens at step 8"),
-        ({(1, 2, 1): 9, (3, 2, 2): 9}, "rank 5 and the rest of 4 ranks disagree in kernel choices"),
-        ({(1, 0, 2): 9, (3, 0, 2): 8}, "ranks 4, 5, 6, 7 disagree in drafts at step 7"),
+        ({(2, 1, 5): 9}, "rank 6 and the rest of 4 ranks disagree in tokens at step 8"),
+        ({(1, 2, 3): 9, (3, 2, 4): 9}, "rank 5 and the rest of 4 ranks disagree in kernel choices"),
+        ({(1, 0, 4): 9, (3, 0, 4): 8}, "ranks 4, 5, 6, 7 disagree in drafts at step 7"),
         ({(0, 1, 0): 1}, "rank 4 and the rest of 4 ranks disagree in the number of the step"),
     ],
 )
 def test_the_odd_rank_is_named(changes: dict[tuple[int, int, int], int], text: str) -> None:
-    table = np.zeros((4, 3, 5), dtype=np.int64)
+    table = np.zeros((4, 3, 1 + len(KINDS)), dtype=np.int64)
     table[:, :, 0] = [7, 8, 9]
     for where, value in changes.items():
         table[where] = value

@@ -157,29 +157,30 @@ class _NoHostData(TorchDispatchMode):
         return output
 
 
-def _without_data(value: Any) -> Any:
-    """Return a fused model, or a part of one, whose tensors have no data; changed in place."""
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, list):
-        return [_without_data(part) for part in value]
-    if type(value).__module__.startswith("runner.models."):
-        for name, part in vars(value).items():
-            object.__setattr__(value, name, _without_data(part))
-    return value
+def _to_meta(thing: Any, seen: set[int]) -> Any:
+    """Return an object of ours with every tensor in it moved to the device that has no data."""
+    if isinstance(thing, Tensor):
+        return thing.to("meta")
+    if isinstance(thing, list):
+        return [_to_meta(part, seen) for part in thing]
+    if type(thing).__module__.startswith("runner.models") and id(thing) not in seen:
+        seen.add(id(thing))
+        for name, value in vars(thing).items():
+            object.__setattr__(thing, name, _to_meta(value, seen))
+    return thing
 
 
 def _forward_on_meta(model: HFModel) -> None:
     """Run a decoder and its head on a device that has no data: every read of one raises."""
+    kv = model.make_kv_cache(1, 8)
+    metadata = single_request_metadata(kv, torch.arange(5), 5)
     module: Any = model.model
     module.to("meta")
-    model.device = torch.device("meta")
-    _without_data(model.fused)
-    _without_data(model._stream)
-    kv = model.make_kv_cache(1, 8)
+    kv.keys, kv.values = _to_meta([kv.keys, kv.values], set())
+    metadata.slot_mapping = metadata.slot_mapping.to("meta")
+    model.fused, model._stream = _to_meta([model.fused, model._stream], set())
     with torch.device("meta"):
         ids, positions = (torch.empty(5, dtype=torch.int64) for _ in range(2))
-        metadata = single_request_metadata(kv, positions, 5)
     with _NoHostData():
         hidden = model.forward(ids, positions, metadata)
         assert model.compute_logits(hidden).shape == (5, model.vocab_size)
@@ -200,7 +201,6 @@ def test_decoder_reads_nothing_on_the_host(
     monkeypatch.setitem(attention.ATTENTION_BACKENDS, "paged", instead)
     monkeypatch.setattr(PagedKVCache, "write", lambda *args: None)
     model = HFModel(copy.deepcopy(tiny_model(family)), fuse)
-    assert (model.fused is not None) == fuse
     _forward_on_meta(model)
     assert layers == list(range(model.num_layers))
 

@@ -90,7 +90,7 @@ class FrozenTarget:
         target: as it serves.
 
     Raises:
-        ConfigError: its layers were packed for serving on a CPU and have no gradients.
+        ConfigError: its layers were packed or rounded for serving and have no gradients.
     """
 
     def __init__(self, target: LoadedTarget) -> None:

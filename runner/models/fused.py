@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from runner.attention import ATTENTION_BACKENDS
 from runner.attention_metadata import AttentionMetadata
 from runner.kv_cache import PagedKVCache
-from runner.models.layers import LinearLayer, join_linears
+from runner.models.layers import LinearLayer, join_linears, round_linears
 from runner.models.norm import add_rms_norm
 from runner.models.rope import HeadNorms, HeadShape, make_turn_table, share_turns, turn_heads
 from specdec.errors import UnsupportedError
@@ -187,6 +187,22 @@ class FusedDecoder:
             self._copy_repeated(kept, kept_layers, shape[1])
         return normed, kept
 
+    def quantize(self, decoder: Any) -> None:
+        """Round the weights of all layers to 8 bits, in place; see `runner.models.fp8`.
+
+        Args:
+            decoder: that was fused.
+
+        Raises:
+            UnsupportedError: they are packed for a CPU.
+        """
+        for layer, module in zip(self.layers, decoder.layers, strict=True):
+            attention, mlp = module.self_attn, module.mlp
+            round_linears(attention, _PROJECTIONS[:3], layer.attention.qkv)
+            round_linears(attention, _PROJECTIONS[3:], _alone(layer.attention.out))
+            round_linears(mlp, ("gate_proj", "up_proj"), layer.mlp.gate_up)
+            round_linears(mlp, ("down_proj",), _alone(layer.mlp.down))
+
     @staticmethod
     def _copy_repeated(kept: Tensor, kept_layers: Sequence[int], width: int) -> None:
         """Fill the columns of layers that are kept more than once."""
@@ -194,6 +210,11 @@ class FusedDecoder:
             first = kept_layers.index(layer)
             if first < column:
                 _column(kept, column, width).copy_(_column(kept, first, width))
+
+
+def _alone(layer: Any) -> LinearLayer:
+    """Return a rank's own layer, of one that ranks share."""
+    return getattr(layer, "linear", layer)
 
 
 def _column(kept: Tensor, index: int, width: int) -> Tensor:

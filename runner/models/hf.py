@@ -16,9 +16,12 @@ from transformers import PreTrainedModel
 
 from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_metadata
 from runner.kv_cache import PagedKVCache
+from runner.models.fp8 import WeightEffect, compare_logits
 from runner.models.fused import FusedDecoder, fuse_decoder
 from runner.models.layers import stream_linear, top1
 from runner.models.packed_linear import PackedLinear, pack_linears
+from runner.models.sharding import VocabularyHead, join_ranks, split_model
+from runner.tensor_parallel import TensorParallel
 from specdec.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -38,12 +41,22 @@ class HFModel:
             attention, what can be fused is fused, and on a CPU its bf16 linear layers are packed:
             it is ours from then on.
         fuse: run it by `runner.models.fused` where it matches; the tests compare with False.
+        tensor_parallel: ranks that share its layers, each with such an adapter; a whole model is
+            cut down to this rank's part. Hidden states and logits are whole on every rank;
+            `num_kv_heads` is this rank's.
 
     Raises:
-        UnsupportedError: the architecture cannot be run here; the message says why.
+        UnsupportedError: the architecture cannot be run here, or not be split; the message says
+            why.
+        ConfigError: its heads or widths cannot be divided among the ranks.
     """
 
-    def __init__(self, model: PreTrainedModel, fuse: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        fuse: bool = True,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> None:
         config: Any = model.config
         refuse_unsound(config)
         self.model = model.eval().requires_grad_(False)
@@ -66,11 +79,22 @@ class HFModel:
         if config.model_type not in PROVEN_FAMILIES:
             reference = _parity_logits(model, self.vocab_size, self.device)
         model.set_attn_implementation(ATTENTION_NAME)
+        shared = tensor_parallel is not None and tensor_parallel.size > 1
+        self.tensor_parallel = tensor_parallel if shared else None
+        if self.tensor_parallel is not None:
+            if not fuse:
+                raise UnsupportedError("layers are shared by ranks in the fused model alone")
+            self.num_parameters = split_model(model, self.tensor_parallel).num_parameters
+        self.weight_effect: WeightEffect | None = None  # of 8-bit weights
         # Why it is not fused; None where it is.
         self.unfused_reason: str | None = "not asked for"
         self.fused = self._fuse() if fuse else None
         self.is_packed = pack_linears(model) > 0 or _has_packed(model)
         self.head: Any = model.get_output_embeddings()
+        if self.tensor_parallel is not None and self.fused is not None:
+            join_ranks(self.fused, self.tensor_parallel)
+            self.num_kv_heads = self.fused.layers[0].attention.shape.num_kv_heads
+            self.head = VocabularyHead(self.head, self.tensor_parallel, self.vocab_size)
         self._stream = stream_linear(self.head)
         if reference is not None:
             self._check_parity(*reference)
@@ -91,6 +115,31 @@ class HFModel:
             len(fused.layers),
         )
         return fused
+
+    @torch.inference_mode()
+    def quantize(self, token_ids: Tensor) -> WeightEffect:
+        """Round the weights of the layers to 8 bits, in place; see `runner.models.fp8`.
+
+        Args:
+            token_ids: [T] int64, a text over which the model before and after is compared.
+
+        Returns:
+            What the rounding did to the law of the next token; also in `weight_effect`.
+
+        Raises:
+            UnsupportedError: the model is not fused, or its weights are packed for a CPU.
+        """
+        if self.fused is None:
+            raise UnsupportedError(
+                f"model type {self.config.model_type!r} cannot have 8-bit weights, for it is not "
+                f"fused ({self.unfused_reason})"
+            )
+        ids = token_ids.to(self.device)
+        before = self._logits_in_chunks(ids)
+        self.fused.quantize(self.decoder)
+        self.weight_effect = compare_logits(before, self._logits_in_chunks(ids))
+        self.is_packed = True
+        return self.weight_effect
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
         """Allocate a paged KV cache of this model's shape."""
@@ -125,9 +174,6 @@ class HFModel:
     ) -> Tensor:
         """Run the decoder; it may be captured in a CUDA graph.
 
-        Positions are given and no mask function is registered for our attention, so that the
-        decoder builds neither: looking for packed sequences, it would wait for the device.
-
         Args:
             input_ids: [T] int64.
             positions: [T] int64.
@@ -136,15 +182,7 @@ class HFModel:
         Returns:
             Hidden states after the last norm, [T, hidden_size].
         """
-        if self.fused is not None:
-            return self.fused.forward(input_ids, positions, attn_metadata)[0]
-        output = self.decoder(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            attn_metadata=attn_metadata,
-        )
-        return output.last_hidden_state[0]
+        return self.forward_with_layers(input_ids, positions, attn_metadata, ())[0]
 
     @torch.inference_mode()
     def forward_with_layers(
@@ -168,11 +206,27 @@ class HFModel:
         """
         if self.fused is not None:
             return self.fused.forward(input_ids, positions, attn_metadata, layers)
-        if not layers:
-            return self.forward(input_ids, positions, attn_metadata), None
         with self._recorded(layers) as outputs:
-            hidden = self.forward(input_ids, positions, attn_metadata)
+            hidden = self._run_modules(input_ids, positions, attn_metadata)
+        if not layers:
+            return hidden, None
         return hidden, torch.cat([outputs[layer][0] for layer in layers], dim=1)
+
+    def _run_modules(
+        self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata
+    ) -> Tensor:
+        """Run the decoder by the modules of transformers; see `forward`.
+
+        Positions are given and no mask function is registered for our attention, so that the
+        decoder builds neither: looking for packed sequences, it would wait for the device.
+        """
+        output = self.decoder(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            attn_metadata=attn_metadata,
+        )
+        return output.last_hidden_state[0]
 
     @contextmanager
     def _recorded(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -205,6 +259,8 @@ class HFModel:
             hidden_states: [L, hidden_size].
             ids: [V] int64 that stand for the rows of the output head, None = their places.
         """
+        if isinstance(self.head, VocabularyHead):
+            return self.head.top1(hidden_states, ids)
         return top1(self._stream, hidden_states, ids)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
@@ -219,6 +275,8 @@ class HFModel:
         if getattr(self.head, "bias", None) is not None:
             raise UnsupportedError("an output head with a bias cannot be shared in part")
         ids = token_ids.to(self.device)
+        if isinstance(self.head, VocabularyHead):
+            return self.head.rows(ids)
         weight = getattr(self.head, "weight", None)
         if weight is None:  # packed: its product with the identity gives the weights back exactly
             unit = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)

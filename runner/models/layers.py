@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.models.fp8 import dequantize_rows, quantize_rows
 from runner.models.glu import silu_mul
 from runner.models.linear import LinearLaunch, glu_linear, split_linear, top1_linear
-from runner.models.linear_choices import LinearShape, choose_linear
+from runner.models.linear_choices import LinearShape, choose_linear, choose_scaled
 from runner.models.packed_linear import PackedLinear, can_pack
+from specdec.errors import UnsupportedError
 
 
 class LinearLayer(Protocol):
@@ -46,27 +48,41 @@ class StreamedLinear:
         rows, columns = weight.shape
         self._shape = LinearShape(rows, columns)
         self._glu_shape = LinearShape(rows // 2, columns, glu=True)
+        # [N] float32 where the weight is one of `runner.models.fp8`.
+        self.scales: Tensor | None = None
+        self.wide_parts = False  # in float32 where our kernel makes them, however many there are
 
-    def launch(self, x: Tensor) -> LinearLaunch | None:
+    def quantize(self) -> None:
+        """Round the weight to 8 bits; the old one is let go."""
+        self.weight, self.scales = quantize_rows(self.weight)
+
+    def launch(self, x: Tensor, glu: bool = False) -> LinearLaunch | None:
         """Return how the layer is launched for x [T, K], None for the library."""
-        return choose_linear(self._shape, len(x), x.dtype, x.device)
+        choose = choose_linear if self.scales is None else choose_scaled
+        return choose(self._glu_shape if glu else self._shape, len(x), x.dtype, x.device)
+
+    def by_library(self, x: Tensor) -> Tensor:
+        """Return the output [T, N] as the library computes it."""
+        if self.scales is None:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, dequantize_rows(self.weight, self.scales, x.dtype), self.bias)
 
     def parts(self, x: Tensor) -> Tensor:
         """Return parts [S, T, N]; see `LinearLayer`."""
         launch = self.launch(x)
         if launch is None:
-            return F.linear(x, self.weight, self.bias)[None]
-        dtype = torch.float32 if launch.splits > 1 else x.dtype
-        return split_linear(x, self.weight, self.bias, launch, dtype)
+            return self.by_library(x)[None]
+        dtype = torch.float32 if launch.splits > 1 or self.wide_parts else x.dtype
+        return split_linear(x, self.weight, self.bias, launch, dtype, self.scales)
 
     def gated(self, x: Tensor) -> Tensor:
         """Return SiLU(gate) * up; see `LinearLayer`."""
         launch = None
         if self.bias is None:
-            launch = choose_linear(self._glu_shape, len(x), x.dtype, x.device)
+            launch = self.launch(x, glu=True)
         if launch is None:
-            return silu_mul(F.linear(x, self.weight, self.bias))
-        return glu_linear(x, self.weight, launch)
+            return silu_mul(self.by_library(x))
+        return glu_linear(x, self.weight, launch, self.scales)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the output [T, N]."""
@@ -75,23 +91,24 @@ class StreamedLinear:
 
 
 class PackedRows(nn.Module):
-    """Some rows of a packed layer, in the place of the linear layer that they were.
+    """Some rows of a joint layer, in the place of the linear layer that they were.
 
     Nothing of the fused model runs it; it keeps the model of transformers whole.
 
     Args:
-        packed: the layer that holds the rows.
+        joint: the layer that holds the rows.
         start: the first of them.
         end: behind the last.
     """
 
-    def __init__(self, packed: PackedLinear, start: int, end: int) -> None:
+    def __init__(self, joint: LinearLayer, start: int, end: int) -> None:
         super().__init__()
-        self._packed, self._rows = (packed,), slice(start, end)  # a tuple: no child of this module
+        self._joint, self._rows = (joint,), slice(start, end)  # a tuple: no child of this module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the rows of the packed layer's output."""
-        return self._packed[0](x)[..., self._rows]
+        """Return the rows of the joint layer's output."""
+        outputs = self._joint[0](x.reshape(-1, x.shape[-1]))
+        return outputs[:, self._rows].reshape(*x.shape[:-1], -1)
 
 
 def join_linears(owner: Any, names: Sequence[str]) -> LinearLayer:
@@ -124,6 +141,29 @@ def join_linears(owner: Any, names: Sequence[str]) -> LinearLayer:
     return StreamedLinear(weight, bias)
 
 
+def round_linears(owner: Any, names: Sequence[str], joint: LinearLayer) -> None:
+    """Round the weight of layers that were joined to 8 bits, in place; see `runner.models.fp8`.
+
+    Args:
+        owner: module that has them.
+        names: of the layers, in the order in which they were joined.
+        joint: what `join_linears` returned for them.
+
+    Raises:
+        UnsupportedError: the weight is packed for a CPU.
+    """
+    if not isinstance(joint, StreamedLinear):
+        raise UnsupportedError(
+            "weights in bfloat16 on a CPU are packed and cannot be 8-bit; give dtype='float32'"
+        )
+    start = 0
+    for name in names:  # views of the old weight: it has to go
+        end = start + getattr(owner, name).out_features
+        setattr(owner, name, PackedRows(joint, start, end))
+        start = end
+    joint.quantize()
+
+
 def top1(linear: Any, x: Tensor, ids: Tensor | None = None) -> Tensor:
     """Return the place of a layer's largest output, without writing the outputs where possible.
 
@@ -141,6 +181,26 @@ def top1(linear: Any, x: Tensor, ids: Tensor | None = None) -> Tensor:
             return top1_linear(x, linear.weight, launch, ids)
     chosen = linear(x).argmax(1)
     return chosen if ids is None else ids[chosen]
+
+
+def largest(linear: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's largest output and its place, as `top1` finds it.
+
+    Args:
+        linear: any layer.
+        x: [T, K].
+
+    Returns:
+        Values [T] float32 and places [T] int64.
+    """
+    if isinstance(linear, StreamedLinear) and linear.bias is None:
+        launch = linear.launch(x)
+        if launch is not None and launch.splits == 1 and launch.more_t == 0:
+            values = torch.empty(len(x), dtype=torch.float32, device=x.device)
+            return values, top1_linear(x, linear.weight, launch, values=values)
+    outputs = linear(x)
+    places = outputs.argmax(1)
+    return outputs.gather(1, places[:, None])[:, 0].float(), places
 
 
 def stream_linear(linear: Any) -> Any:

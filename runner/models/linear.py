@@ -38,6 +38,8 @@ class LinearLaunch:
         num_stages: steps in flight.
         prefetch: bytes of each row of the weight that are asked for ahead, a multiple of 16.
         more_t: tokens behind the first `block_t` that the same program takes; 0 or a power of two.
+        early: let the next kernel begin at once, not when the loop is over; for layers so small
+            that programs of both fit every multiprocessor.
     """
 
     block_t: int
@@ -110,12 +112,14 @@ def _linear_kernel(
     x_stride,
     w_ptr,  # [N, K]; with GLU [2 * N, K], the gate's rows first
     bias_ptr,  # [N], read where HAS_BIAS
+    scale_ptr,  # [N] float32, with GLU [2 * N], read where SCALED: factors on the weight's rows
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
     SPLITS: tl.constexpr,
     GLU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     UPCAST: tl.constexpr,  # products of float32 copies, which are the same numbers
     BLOCK_T: tl.constexpr,
     MORE_T: tl.constexpr,
@@ -155,12 +159,16 @@ def _linear_kernel(
         x = _load_x(x_ptr, x_stride, t, num_tokens, k, k_end, EVEN_K)
         if MORE_T:
             x2 = _load_x(x_ptr, x_stride, t2, num_tokens, k, k_end, EVEN_K)
+        if SCALED:
+            w = w.to(x.dtype)
         if UPCAST:
             w = w.to(tl.float32)
             x = x.to(tl.float32)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GLU:
             w_up = _load_w(w_ptr + N * K, n, N, k, k_end, K, EVEN_N, EVEN_K)
+            if SCALED:
+                w_up = w_up.to(x.dtype)
             if UPCAST:
                 w_up = w_up.to(tl.float32)
             up = tl.dot(w_up, tl.trans(x), up, input_precision="ieee")
@@ -172,6 +180,16 @@ def _linear_kernel(
                 up2 = tl.dot(w_up, tl.trans(x2), up2, input_precision="ieee")
     if not EARLY:
         let_next_begin(PDL)
+    if SCALED:
+        scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
+        acc *= scale
+        if MORE_T:
+            acc2 *= scale
+        if GLU:
+            up_scale = tl.load(scale_ptr + N + n, mask=n < N, other=0.0)[:, None]
+            up *= up_scale
+            if MORE_T:
+                up2 *= up_scale
     if HAS_BIAS:  # once, however many splits there are
         bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         bias = tl.where(split == 0, bias, 0.0)[:, None]
@@ -192,29 +210,40 @@ def _linear_kernel(
 
 
 def split_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, launch: LinearLaunch, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    launch: LinearLaunch,
+    out_dtype: torch.dtype,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Multiply by a weight in parts along the inner dimension, in one launch.
 
     Args:
         x: [T, K], dense in the last dimension.
-        weight: [N, K], contiguous.
+        weight: [N, K], contiguous; float8_e4m3fn with `scales`.
         bias: [N], added to the first part.
         launch: how.
         out_dtype: of the parts.
+        scales: [N] float32, factors on the weight's rows.
 
     Returns:
         Parts [launch.splits, T, N], whose sum is x @ weight.T + bias.
     """
     if not use_triton(x):
-        return split_linear_ref(x, weight, bias, launch, out_dtype)
+        return split_linear_ref(x, weight, bias, launch, out_dtype, scales)
     out = torch.empty((launch.splits, len(x), weight.shape[0]), dtype=out_dtype, device=x.device)
-    _launch(out, None, x, weight, bias, launch, glu=False)
+    _launch(out, None, x, weight, (bias, scales), launch, glu=False)
     return out
 
 
 def split_linear_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, launch: LinearLaunch, out_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    launch: LinearLaunch,
+    out_dtype: torch.dtype,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Torch twin of `split_linear`."""
     steps = -(-weight.shape[1] // launch.block_k)
@@ -223,39 +252,48 @@ def split_linear_ref(
         x[:, i * width : (i + 1) * width].float() @ weight[:, i * width : (i + 1) * width].float().T
         for i in range(launch.splits)
     ]
+    if scales is not None:
+        parts = [part * scales for part in parts]
     if bias is not None:
         parts[0] = parts[0] + bias.float()
     return torch.stack(parts).to(out_dtype)
 
 
-def glu_linear(x: Tensor, weight: Tensor, launch: LinearLaunch) -> Tensor:
+def glu_linear(
+    x: Tensor, weight: Tensor, launch: LinearLaunch, scales: Tensor | None = None
+) -> Tensor:
     """Multiply by gate and up weights, and gate: SiLU(x @ gate.T) * (x @ up.T), in one launch.
 
     Args:
         x: [T, K], dense in the last dimension.
-        weight: [2 * N, K], contiguous, the gate's rows first.
+        weight: [2 * N, K], contiguous, the gate's rows first; float8_e4m3fn with `scales`.
         launch: how; `splits` is 1.
+        scales: [2 * N] float32, factors on the weight's rows.
 
     Returns:
         [T, N] in the dtype of `x`.
     """
     assert launch.splits == 1, "a product of two sums is not the sum of products"
     if not use_triton(x):
-        return glu_linear_ref(x, weight, launch)
+        return glu_linear_ref(x, weight, launch, scales)
     out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(out, None, x, weight, None, launch, glu=True)
+    _launch(out, None, x, weight, (None, scales), launch, glu=True)
     return out
 
 
-def glu_linear_ref(x: Tensor, weight: Tensor, launch: LinearLaunch) -> Tensor:
+def glu_linear_ref(
+    x: Tensor, weight: Tensor, launch: LinearLaunch, scales: Tensor | None = None
+) -> Tensor:
     """Torch twin of `glu_linear`."""
-    gate, up = (x.float() @ weight.float().T).chunk(2, dim=1)
+    packed = x.float() @ weight.float().T
+    gate, up = (packed if scales is None else packed * scales).chunk(2, dim=1)
     return (F.silu(gate) * up).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _reduce_top_kernel(
     tokens_ptr,  # [T] int64, out
+    values_ptr,  # [T] float32, out where VALUES
     top_ptr,  # [tiles, T] float32
     index_ptr,  # [tiles, T] int32
     ids_ptr,  # [N] int64, read where MAPS
@@ -263,6 +301,7 @@ def _reduce_top_kernel(
     num_tiles,
     N: tl.constexpr,
     MAPS: tl.constexpr,
+    VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -273,7 +312,10 @@ def _reduce_top_kernel(
     mask, line = tile < num_tiles, tile * num_tokens + token
     top = tl.load(top_ptr + line, mask=mask, other=float("-inf"))
     index = tl.load(index_ptr + line, mask=mask, other=N)
-    first = tl.min(tl.where(top == tl.max(top, 0), index, N), 0)
+    largest = tl.max(top, 0)
+    first = tl.min(tl.where(top == largest, index, N), 0)
+    if VALUES:
+        tl.store(values_ptr + token, largest)
     chosen = tl.minimum(first, N - 1).to(tl.int64)  # with nothing but NaN there is no largest
     if MAPS:
         chosen = tl.load(ids_ptr + chosen)
@@ -281,7 +323,11 @@ def _reduce_top_kernel(
 
 
 def top1_linear(
-    x: Tensor, weight: Tensor, launch: LinearLaunch, ids: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    launch: LinearLaunch,
+    ids: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Tensor:
     """Return which output of a layer is the largest, in two launches that write no output.
 
@@ -290,6 +336,7 @@ def top1_linear(
         weight: [N, K], contiguous.
         launch: how; without splits and further tokens.
         ids: [N] int64 that stand for the rows, None = their places.
+        values: [T] float32, out: the largest outputs.
 
     Returns:
         [T] int64. Outputs are compared in the dtype of `x`; among equal ones the first is taken.
@@ -297,15 +344,16 @@ def top1_linear(
     assert launch.splits == 1, "the largest of a sum is not the sum of the largest"
     assert launch.more_t == 0, "one tile of tokens a program"
     if not use_triton(x):
-        return top1_linear_ref(x, weight, launch, ids)
+        return top1_linear_ref(x, weight, launch, ids, values)
     num_tokens, num_rows = len(x), len(weight)
     num_tiles = triton.cdiv(num_rows, launch.block_n)
     top = torch.empty((num_tiles, num_tokens), dtype=torch.float32, device=x.device)
     index = torch.empty((num_tiles, num_tokens), dtype=torch.int32, device=x.device)
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=x.device)
-    _launch(top, index, x, weight, None, launch, glu=False)
+    _launch(top, index, x, weight, (None, None), launch, glu=False)
     _reduce_top_kernel[(num_tokens,)](
         tokens,
+        top if values is None else values,
         top,
         index,
         tokens if ids is None else ids,
@@ -313,6 +361,7 @@ def top1_linear(
         num_tiles,
         N=num_rows,
         MAPS=ids is not None,
+        VALUES=values is not None,
         BLOCK=triton.next_power_of_2(num_tiles),
         **launch_options(x),
     )
@@ -320,10 +369,17 @@ def top1_linear(
 
 
 def top1_linear_ref(
-    x: Tensor, weight: Tensor, launch: LinearLaunch, ids: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    launch: LinearLaunch,
+    ids: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Tensor:
     """Torch twin of `top1_linear`."""
-    chosen = (x.float() @ weight.float().T).to(x.dtype).argmax(1)
+    outputs = (x.float() @ weight.float().T).to(x.dtype)
+    chosen = outputs.argmax(1)
+    if values is not None:
+        values.copy_(outputs.gather(1, chosen[:, None])[:, 0])
     return chosen if ids is None else ids[chosen]
 
 
@@ -341,8 +397,9 @@ def compile_linear(
     """
     out_dtype = torch.float32 if launch.splits > 1 else dtype
     like = torch.empty(0, dtype=dtype, device="cuda")
-    constants = _constants(rows, columns, launch, glu, like) | {"HAS_BIAS": False, "TOP": False}
-    kinds = (out_dtype, torch.int32, dtype, columns, dtype, dtype, launch.block_t)
+    constants = _constants(rows, columns, launch, glu, like)
+    constants |= {"HAS_BIAS": False, "SCALED": False, "TOP": False}
+    kinds = (out_dtype, torch.int32, dtype, columns, dtype, dtype, dtype, launch.block_t)
     _linear_kernel.warmup(*kinds, **constants, grid=(1, 1, 1))
 
 
@@ -374,10 +431,12 @@ def _launch(
     index: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    by_row: tuple[Tensor | None, Tensor | None],
     launch: LinearLaunch,
     glu: bool,
 ) -> None:
+    """Launch the kernel; `by_row` are bias and scales."""
+    bias, scales = by_row
     num_rows, width = weight.shape
     num_rows = num_rows // 2 if glu else num_rows
     assert x.stride(1) == 1, f"strides {x.stride()}"
@@ -391,8 +450,10 @@ def _launch(
         x.stride(0),
         weight,
         x if bias is None else bias,
+        x if scales is None else scales,
         len(x),
         HAS_BIAS=bias is not None,
+        SCALED=scales is not None,
         TOP=index is not None,
         **_constants(num_rows, width, launch, glu, x),
     )

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "linears"
 # Upper ends of the ranges of tokens that have a launch of their own.
 TOKEN_LIMITS = (16, 32, 64, 160, 320)
+_HALVES = (torch.bfloat16, torch.float16)
 # Of the weights and inputs that a program has in flight: two programs fit a multiprocessor.
 _STAGED_BYTES = 110 * 2**10
 
@@ -120,12 +121,28 @@ def choose_linear(
         device: where they lie.
     """
     limit = token_limit(num_tokens)
-    halves = (torch.bfloat16, torch.float16)
-    if limit is None or device.type != "cuda" or dtype not in halves:
+    if limit is None or device.type != "cuda" or dtype not in _HALVES:
         return None
     if not _is_streaming_device(device.index):
         return None
     return _choose(shape, limit, dtype, torch.cuda.get_device_name(device))
+
+
+def choose_scaled(
+    shape: LinearShape, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> LinearLaunch | None:
+    """Return how a layer of 8-bit weights is launched; None: it is widened for the library.
+
+    Args:
+        shape: of the layer.
+        num_tokens: T.
+        dtype: of the input.
+        device: where it lies.
+    """
+    limit = token_limit(num_tokens)
+    if limit is None or device.type != "cuda" or dtype not in _HALVES:
+        return None
+    return rule(shape, limit, 1) if _is_streaming_device(device.index) else None
 
 
 @functools.cache
@@ -138,22 +155,26 @@ def _choose(
     return rule(shape, limit)
 
 
-def rule(shape: LinearShape, limit: int) -> LinearLaunch | None:
+def rule(shape: LinearShape, limit: int, weight_bytes: int = 2) -> LinearLaunch | None:
     """Return the launch of a shape that was never measured.
 
     Args:
         shape: of the layer.
         limit: tokens at most, one of `TOKEN_LIMITS`.
+        weight_bytes: of an element of the weight; with 1 the library would have to widen it first,
+            so that the kernel is taken for more tokens.
     """
-    if limit > 64 or shape.columns % 8:
+    most = 64 if weight_bytes == 2 else 160
+    if limit > most or shape.columns % 8:
         return None
+    block_t, more_t = (limit, 0) if limit <= 64 else (128, 32)
     block_n = 64 if shape.rows >= 2048 else 16
     block_k = 128 if shape.columns >= 1024 and limit <= 64 else 64
     steps, programs = -(-shape.columns // block_k), -(-shape.rows // block_n)
     splits = 1
     while not shape.glu and programs * splits < 128 and steps >= 8 * splits:
         splits *= 2
-    weights = block_n * block_k * (2 if shape.glu else 1)
-    stage = 2 * (weights + limit * block_k)  # bytes
+    weights = block_n * block_k * (2 if shape.glu else 1) * weight_bytes
+    stage = weights + 2 * limit * block_k  # bytes
     num_stages = max(3, min(6, steps + 1, _STAGED_BYTES // stage))
-    return LinearLaunch(limit, block_n, block_k, splits, 4, num_stages)
+    return LinearLaunch(block_t, block_n, block_k, splits, 4, num_stages, more_t=more_t)

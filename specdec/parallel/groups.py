@@ -3,7 +3,8 @@
 A job has data_parallel_size x tensor_parallel_size ranks. Ranks of one replica follow one another:
 rank = dp_rank * tensor_parallel_size + tp_rank. What ranks tell one another on the host (requests,
 results, checksums) travels over `control`, which is gloo on every device, so that it never waits
-for a GPU; `tp` and `dp` carry the tensors of a step, by nccl on GPUs and gloo on CPUs.
+for a GPU, as does `tp_host` between the ranks of one replica; `tp` and `dp` carry the tensors of a
+step, by nccl on GPUs and gloo on CPUs.
 
 With one rank nothing of torch.distributed is initialised.
 """
@@ -11,11 +12,12 @@ With one rank nothing of torch.distributed is initialised.
 import atexit
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,6 +81,7 @@ class ParallelGroups:
     control: dist.ProcessGroup | None = None  # all ranks, gloo
     tp: dist.ProcessGroup | None = None  # the ranks of this replica
     dp: dist.ProcessGroup | None = None  # the ranks with this place in the other replicas
+    tp_host: dist.ProcessGroup | None = None  # the ranks of this replica, gloo
 
     @property
     def world_size(self) -> int:
@@ -96,7 +99,14 @@ class ParallelGroups:
         return self.config.place_of(self.rank)[1]
 
 
+class _Releasable(Protocol):
+    """Holds what has to go before the groups that it uses."""
+
+    def release(self) -> None: ...
+
+
 _groups: ParallelGroups | None = None
+_holders: "weakref.WeakSet[_Releasable]" = weakref.WeakSet()
 
 
 def is_rank() -> bool:
@@ -158,15 +168,44 @@ def _make_groups(config: ParallelConfig, local_rank: int, timeout: timedelta) ->
     """Make the sub-groups; every rank takes part in the making of each."""
     rank, dp_size, tp_size = dist.get_rank(), config.data_parallel_size, config.tensor_parallel_size
     control: Any = dist.new_group(backend="gloo", timeout=timeout)
-    own: dict[str, dist.ProcessGroup | None] = {"tp": None, "dp": None}
+    own: dict[str, dist.ProcessGroup | None] = {"tp": None, "dp": None, "tp_host": None}
     tp_lists = [[dp * tp_size + tp for tp in range(tp_size)] for dp in range(dp_size)]
     dp_lists = [[dp * tp_size + tp for dp in range(dp_size)] for tp in range(tp_size)]
-    for name, lists in (("tp", tp_lists), ("dp", dp_lists)):
+    for name, lists in (("tp", tp_lists), ("dp", dp_lists), ("tp_host", tp_lists)):
+        backend = "gloo" if name == "tp_host" else None  # else that of the device
         for ranks in lists:
-            group: Any = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+            group: Any = None
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if rank in ranks:
                 own[name] = group
-    return ParallelGroups(config, rank, local_rank, control, own["tp"], own["dp"])
+    return ParallelGroups(config, rank, local_rank, control, **own)
+
+
+def groups_of_replica(tensor_parallel_size: int, device_type: str) -> ParallelGroups:
+    """Return the groups that an engine of so many ranks runs in; all its ranks call it alike.
+
+    Where replicas of that size are set up, these are theirs; else the job is one replica.
+
+    Args:
+        tensor_parallel_size: ranks of a replica.
+        device_type: see `init_groups`.
+
+    Raises:
+        ConfigError, RankError: see `init_groups`.
+    """
+    config = ParallelConfig(1, tensor_parallel_size)
+    if _groups is not None and _groups.config.tensor_parallel_size == tensor_parallel_size > 1:
+        config = _groups.config
+    return init_groups(config, device_type)
+
+
+def release_before_groups(holder: _Releasable) -> None:
+    """Let `destroy_groups` release a holder first, if it still lives.
+
+    NCCL waits for every CUDA graph that holds one of its collectives before it leaves a group.
+    """
+    _holders.add(holder)
 
 
 def destroy_groups() -> None:
@@ -175,9 +214,20 @@ def destroy_groups() -> None:
     if _groups is None:
         return
     _groups = None
+    for holder in list(_holders):
+        holder.release()
     atexit.unregister(destroy_groups)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Return whether an error comes from a collective that lost its partner."""
+    if isinstance(error, LostRankError):
+        return True
+    # Of gloo they are plain RuntimeErrors that name its source files.
+    names_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return not isinstance(error, SpecdecError) and (names_gloo or isinstance(error, dist.DistError))
 
 
 @contextmanager

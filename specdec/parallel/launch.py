@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.multiprocessing.spawn import start_processes
 
 from specdec.errors import SpecdecError
-from specdec.parallel.groups import LostRankError, RankError, destroy_groups
+from specdec.parallel.groups import RankError, destroy_groups, is_broken_connection
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _run_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], *job: An
             _leave_note(folder, rank, "ended", f"ended with exit code {end.code}")
         raise
     except BaseException as error:
-        kind = "lost" if isinstance(error, LostRankError) else "raised"
+        kind = "lost" if is_broken_connection(error) else "raised"
         reason = str(error)
         if not isinstance(error, SpecdecError):
             reason = f"{type(error).__name__}: {error}"

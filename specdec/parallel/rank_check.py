@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from specdec.parallel.groups import RankError, watch_ranks
 
-KINDS = ("kernel choices", "drafts", "tokens", "options")
+# What differs first is told: the later kinds follow from the earlier ones.
+KINDS = ("options", "requests", "kernel choices", "drafts", "tokens")
 
 
 class RankCheck:

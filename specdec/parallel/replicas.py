@@ -1,5 +1,8 @@
 """Data parallelism: an engine on every rank, and one list of requests that all ranks know.
 
+A replica is a rank, or the ranks that share its layers (`specdec.parallel.tensor_ranks`): these
+make the same steps and get the same results, and so take part as one.
+
 All ranks make the same calls in the same order (they run the same script), and all get the same
 increments. Every rank checks, counts and remembers every request; the router, whose choice is a
 function of what all ranks know, says which replica runs it. So nobody is the master.
@@ -9,7 +12,8 @@ A step of all replicas is, on every rank:
 1. one `execute_model`: that of the own engine's step, or, where this had nothing to enqueue, that
    of an empty step. Thus every rank enqueues as many steps as any other, whatever it has to do, and
    collectives inside the target's layers always find their partners. (A drafter's passes differ
-   from step to step: a step that only runs prompts has none. Collectives are not for them.)
+   from step to step: a step that only runs prompts has none. Collectives between replicas are not
+   for them; those between the ranks of a replica are, which run the same steps.)
 2. every `exchange_every` steps, one all-gather of what the replicas' requests got since. From it
    every rank brings its list of unfinished requests and the router's loads up to date.
 
@@ -28,9 +32,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
-from runner.loader import LoadedTarget, resolve_device
+from runner.loader import LoadedTarget
 from runner.model_runner import ModelRunner
 from specdec.config import EngineConfig, from_mapping
 from specdec.draft_length.base import DraftLengthBase
@@ -38,14 +41,9 @@ from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError
 from specdec.intake import Prompt
 from specdec.parallel.exchange import gather_bytes, share
-from specdec.parallel.groups import (
-    LostRankError,
-    ParallelConfig,
-    ParallelGroups,
-    RankError,
-    init_groups,
-)
+from specdec.parallel.groups import LostRankError, ParallelConfig, RankError, init_groups
 from specdec.parallel.messages import encode, pack, unpack
+from specdec.parallel.placement import device_of_rank, device_type
 from specdec.parallel.rank_check import RankCheck
 from specdec.parallel.router import Router
 from specdec.samples import RequestGroup
@@ -299,13 +297,16 @@ class DataParallelEngine:
         if self.groups.control is None:
             found = [own]
         else:
-            message = encode([[self._num_steps, self._calls, None], pack(own, self._requests)])
+            told = pack(own, self._requests) if self.groups.tp_rank == 0 else []
+            message = encode([[self._num_steps, self._calls, None], told])
             texts = gather_bytes(self.groups.control, message)
             messages = [json.loads(text) for text in texts]
             self._compare([told for told, _ in messages])
+            # All ranks of a replica got the same; its first one tells the other replicas.
+            firsts = messages[:: self.groups.config.tensor_parallel_size]
             found = [
-                own if rank == self.groups.rank else unpack(values, self._requests)
-                for rank, (_, values) in enumerate(messages)
+                own if replica == self.groups.dp_rank else unpack(values, self._requests)
+                for replica, (_, values) in enumerate(firsts)
             ]
         increments = [increment for part in found for increment in part]
         for increment in increments:
@@ -318,8 +319,12 @@ class DataParallelEngine:
         return increments
 
     def _tell_failure(self, failure: str) -> None:
-        """Answer the others once more, so that they learn of a failure rather than wait."""
-        if self.groups.control is not None:
+        """Answer the others once more, so that they learn of a failure rather than wait.
+
+        Where ranks share layers, the rest of the replica waits inside its step, and nobody would
+        hear: there this rank's end is what tells them.
+        """
+        if self.groups.control is not None and self.groups.tp is None:
             with contextlib.suppress(LostRankError):
                 gather_bytes(self.groups.control, encode([[0, 0, failure[:500]], []]))
 
@@ -334,44 +339,3 @@ class DataParallelEngine:
                 f"before step {self._num_steps} rank {odd[0]} was asked for other requests than "
                 "rank 0; all ranks have to make the same calls in the same order"
             )
-
-
-def device_type(config: EngineConfig) -> str:
-    """Return "cuda" or "cpu": where the ranks of this configuration run.
-
-    Raises:
-        ConfigError: see `runner.loader.resolve_device`.
-    """
-    return resolve_device(config.device).type
-
-
-def check_host(config: EngineConfig) -> None:
-    """Check that this machine alone has what all ranks need, before they are started.
-
-    Raises:
-        ConfigError: it has fewer GPUs than ranks.
-    """
-    num_ranks = config.data_parallel_size * config.tensor_parallel_size
-    if device_type(config) == "cuda" and torch.cuda.device_count() < num_ranks:
-        raise ConfigError(
-            f"data_parallel_size={config.data_parallel_size} x tensor_parallel_size="
-            f"{config.tensor_parallel_size} needs {num_ranks} GPUs, and this machine has "
-            f"{torch.cuda.device_count()}; give smaller sizes, or start more machines by torchrun"
-        )
-
-
-def device_of_rank(config: EngineConfig, groups: ParallelGroups) -> str:
-    """Return the device of a rank: the GPU of its place on its host, or the CPU.
-
-    Raises:
-        ConfigError: one GPU is named for several ranks.
-    """
-    if groups.world_size == 1 or device_type(config) == "cpu":
-        return config.device
-    own = f"cuda:{groups.local_rank}"
-    if config.device not in ("auto", "cuda", own):
-        raise ConfigError(
-            f"device={config.device!r} names one GPU for {groups.world_size} ranks; give 'cuda', "
-            "and each rank takes its own"
-        )
-    return own

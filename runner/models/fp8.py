@@ -1,0 +1,76 @@
+"""Weights of decoder layers in 8-bit floating point, half the bytes that a step must read.
+
+Each row of a weight has a scale, so that its largest entry becomes the largest number of the format
+(e4m3: three bits of mantissa). Activations, norms, embedding and output head stay as they are; the
+kernel turns a tile back into the activations' dtype on its way to the tensor cores, and multiplies
+by the scales behind the sum.
+
+Source: Micikevicius et al. 2022 (FP8 formats).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(FP8).max
+# Tokenized where there is a tokenizer, to say what the rounding does to a text.
+SAMPLE_TEXT = (
+    "A lighthouse keeper wrote down the weather every evening for forty years. Most entries are "
+    "short: wind from the west, rain after noon, two ships before dark. In the winter of 1911 he "
+    "noted that the barometer fell faster than he had ever seen, and that the gulls had left the "
+    "day before. When his notebooks were found, a student added up the numbers and asked a plain "
+    "question: how often was tomorrow like today? The answer was four times out of five. A rule "
+    "that says nothing but 'the same again' is hard to beat, and every forecast should be measured "
+    "against it before anybody believes it."
+)
+
+
+@dataclass(frozen=True)
+class WeightEffect:
+    """What rounding the weights did to the law of the next token, over a text.
+
+    Args:
+        num_tokens: positions compared.
+        top1_agreement: share of positions where the likeliest token stayed.
+        mean_kl: nats, of the rounded law from the one before.
+        relative_error: of the logits, in norm.
+    """
+
+    num_tokens: int
+    top1_agreement: float
+    mean_kl: float
+    relative_error: float
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight to 8 bits.
+
+    Args:
+        weight: [N, K].
+
+    Returns:
+        Values [N, K] float8_e4m3fn, and scales [N] float32: row n is values[n] * scales[n].
+    """
+    largest = weight.abs().amax(1).float()
+    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    values = (weight.float() / scales[:, None]).clamp(-_LARGEST, _LARGEST).to(FP8)
+    return values, scales
+
+
+def dequantize_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight [N, K] of its rounded values [N, K] and scales [N]."""
+    return (values.to(torch.float32) * scales[:, None]).to(dtype)
+
+
+def compare_logits(before: Tensor, after: Tensor) -> WeightEffect:
+    """Compare the logits [T, V] float32 of a text before and after rounding."""
+    old, new = before.log_softmax(1), after.log_softmax(1)
+    kl = (old.exp() * (old - new)).sum(1).mean()
+    return WeightEffect(
+        num_tokens=len(before),
+        top1_agreement=float((before.argmax(1) == after.argmax(1)).float().mean()),
+        mean_kl=float(kl),
+        relative_error=float((after - before).norm() / before.norm()),
+    )

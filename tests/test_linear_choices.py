@@ -1,0 +1,157 @@
+"""How linear layers are launched: files that pin it, and the rule for shapes that none holds."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.tune_linears import SHIPPED_MODELS, candidates, model_shape, with_prefetch
+from runner.models import linear_choices
+from runner.models.linear import LinearLaunch
+from runner.models.linear_choices import (
+    SHIPPED,
+    TOKEN_LIMITS,
+    LinearShape,
+    choices_digest,
+    choose_linear,
+    file_name,
+    load_choices,
+    read_choices,
+    rule,
+    token_limit,
+)
+from runner.weights import cache_dir
+from specdec.errors import ConfigError
+from tests.models import tiny_model
+
+H200, BF16 = "NVIDIA H200", torch.bfloat16
+SHARED_BYTES = 227 * 2**10  # that a program may have on Hopper
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Give each test a cache folder of its own, and forget what was read."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    load_choices.cache_clear()
+    linear_choices._choose.cache_clear()
+
+
+def stage_bytes(launch: LinearLaunch, glu: bool) -> int:
+    """Return the bytes of weights and inputs that a program has in flight."""
+    weights = launch.block_n * launch.block_k * (2 if glu else 1)
+    inputs = (launch.block_t + launch.more_t) * launch.block_k
+    return 2 * (weights + inputs) * launch.num_stages
+
+
+def write_choice(launch: dict[str, Any] | None) -> None:
+    line = {"rows": 4096, "columns": 4096, "glu": False, "max_tokens": 16, "launch": launch}
+    path = cache_dir() / "linears" / file_name(H200, BF16)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"choices": [line]}), encoding="utf-8")
+
+
+def test_every_shipped_file_is_read_and_says_where_it_comes_from() -> None:
+    files = sorted(SHIPPED.glob("*.json"))
+    assert [file.name for file in files] == ["nvidia_h200_bfloat16.json"]
+    for file in files:
+        choices = read_choices(file)
+        record = json.loads(file.read_text(encoding="utf-8"))
+        assert {"commit", "command", "device", "versions"} <= set(record["provenance"])
+        assert file.name == file_name(record["device"], BF16)
+        for (shape, limit), launch in choices.items():
+            assert limit in TOKEN_LIMITS
+            if launch is not None:
+                assert launch.block_t + launch.more_t >= limit
+                assert not shape.glu or launch.splits == 1
+                assert stage_bytes(launch, shape.glu) <= SHARED_BYTES
+
+
+def test_shipped_choices_are_those_that_were_measured_best() -> None:
+    # A change of this hash is a change of every text in bfloat16: it has to be meant.
+    assert choices_digest(load_choices(H200, BF16)) == "0b88fe0a176d"
+
+
+def test_equal_files_give_equal_choices_whatever_their_order() -> None:
+    choices = load_choices(H200, BF16)
+    assert choices_digest(dict(reversed(choices.items()))) == choices_digest(choices)
+    shape, limit = next(iter(choices))
+    changed = choices | {(shape, limit): LinearLaunch(16, 16, 16)}
+    assert choices_digest(changed) != choices_digest(choices)
+
+
+def test_a_file_of_ones_own_goes_before_the_shipped_one() -> None:
+    own = LinearLaunch(16, 32, 64, splits=8)
+    write_choice(asdict(own))
+    assert load_choices(H200, BF16)[LinearShape(4096, 4096), 16] == own
+    assert LinearShape(6144, 4096) in {shape for shape, _ in load_choices(H200, BF16)}
+
+
+def test_a_choice_of_the_library_is_kept() -> None:
+    write_choice(None)
+    assert load_choices(H200, BF16)[LinearShape(4096, 4096), 16] is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"choices": [{"rows": 1}]}'])
+def test_a_damaged_file_is_named(text: str) -> None:
+    write_choice(None)
+    path = cache_dir() / "linears" / file_name(H200, BF16)
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=path.name):
+        load_choices(H200, BF16)
+
+
+def test_ranges_of_tokens() -> None:
+    assert [token_limit(n) for n in (1, 16, 17, 64, 65, 320, 321)] == [
+        16,
+        16,
+        32,
+        64,
+        160,
+        320,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize("rows", [48, 960, 4096, 128256])
+@pytest.mark.parametrize("columns", [64, 576, 4096, 14336])
+def test_the_rule_gives_launches_that_fit(rows: int, columns: int, glu: bool) -> None:
+    for limit in TOKEN_LIMITS:
+        launch = rule(LinearShape(rows, columns, glu), limit)
+        if launch is None:
+            assert limit > 64
+            continue
+        assert launch.block_t == limit
+        assert not glu or launch.splits == 1
+        assert stage_bytes(launch, glu) <= SHARED_BYTES
+
+
+def test_the_rule_leaves_rows_that_are_not_aligned_to_the_library() -> None:
+    assert rule(LinearShape(64, 100), 16) is None
+
+
+def test_a_cpu_and_float32_take_the_library() -> None:
+    shape = LinearShape(4096, 4096)
+    assert choose_linear(shape, 5, BF16, torch.device("cpu")) is None
+    assert choose_linear(shape, 5, torch.float32, torch.device("cuda")) is None
+
+
+def test_candidates_fit_the_device_and_cover_every_shape() -> None:
+    for model in SHIPPED_MODELS.values():
+        for shape in model.shapes():
+            for limit in TOKEN_LIMITS:
+                for launch in candidates(shape, limit):
+                    assert stage_bytes(launch, shape.glu) <= SHARED_BYTES
+                    assert all(one.prefetch % 16 == 0 for one in with_prefetch(launch, shape))
+            assert list(candidates(shape, 16)), shape
+
+
+def test_shapes_of_a_model_by_name(tmp_path: Path) -> None:
+    model: Any = tiny_model("qwen3")
+    model.config.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    shape = model_shape(str(tmp_path / "model"))
+    assert LinearShape((4 + 2 * 2) * 24, 64) in shape.shapes()
