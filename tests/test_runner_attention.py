@@ -120,6 +120,30 @@ def test_one_token_of_one_request_needs_no_mask() -> None:
     assert group.mask(None, 3, torch.float32) is not None
 
 
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("window", [None, 6])
+def test_pages_of_one_request_that_follow_one_another_are_not_copied(
+    query_len: int, window: int | None
+) -> None:
+    outputs = []
+    for blocks in ([2, 3, 4], [2, 4, 3], [0, 1, 2]):
+        sizes = AttentionSizes((query_len,), (9,), 2, 3, 8, block_size=4, window=window)
+        case = AttentionCase(sizes, CPU)
+        case.block_table[int(case.rows[0]), :3] = torch.tensor(blocks, dtype=torch.int32)
+        case.metadata.slot_mapping.copy_(case.slots(0)[9:])
+        for kind, own in ((case.kv.keys, case.keys), (case.kv.values, case.values)):
+            kind[LAYER][: case.kv.null_slot] = float("nan")
+            kind[LAYER][case.slots(0)[:9]] = own[0][:9]
+        outputs.append(run(case))
+        case.check(outputs[-1])
+        (group,) = case.metadata.groups
+        in_order = blocks != [2, 4, 3]
+        assert (group.read_slots is None) == in_order
+        assert group.first_slot == (4 * blocks[0] if in_order else -1)
+    assert torch.equal(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
+
+
 class _NoHostData(TorchDispatchMode):
     """Refuse whatever a captured graph could not hold: copies from or to the host."""
 

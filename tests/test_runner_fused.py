@@ -22,7 +22,9 @@ from runner.attention import single_request_metadata
 from runner.models.fused import fuse_decoder
 from runner.models.hf import HFModel
 from runner.models.layers import PackedRows, StreamedLinear, join_linears
+from runner.models.norm import rms_scale
 from runner.models.packed_linear import PackedLinear, can_pack
+from runner.models.rope import HeadShape, share_turns, turn_heads_ref
 from specdec.errors import UnsupportedError
 from tests.models import FAMILIES, SIZES, VOCAB_SIZE, randomized, tiny_model
 
@@ -113,6 +115,35 @@ def test_the_bounds_of_parity_find_a_bug(bug: Any) -> None:
     fused = HFModel(copy.deepcopy(model))
     bug(fused)
     assert relative(our_logits(fused, ids)[0], reference_logits(model, ids)) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+def test_scale_of_one_row_is_that_of_several(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    torch.testing.assert_close(torch.as_tensor(rms_scale(x, 1e-5)).double(), exact)
+    for row, expected in zip(x.split(1), exact, strict=True):
+        scale = torch.as_tensor(rms_scale(row, 1e-5)).double().view(1)
+        torch.testing.assert_close(scale, expected, rtol=1e-6, atol=0)
+
+
+def test_layers_of_a_pass_share_their_turns() -> None:
+    table, positions = torch.randn(9, 2, 4), torch.tensor([3, 0, 8])
+    shared: dict[Any, Any] = {}
+    turns = share_turns(table, positions, shared)
+    assert share_turns(table, positions, shared) is turns
+    assert share_turns(table.clone(), positions, shared) is not turns
+    for num_parts in (1, 2):
+        parts = torch.randn(num_parts, 3, 4 * 8)
+        outputs = []
+        for given in (table, turns):
+            caches = torch.zeros(2, 6, 1, 8)
+            query = turn_heads_ref(
+                parts, HeadShape(2, 1, 8), given, positions, None, torch.tensor([1, -1, 2]), *caches
+            )
+            outputs.append((query, caches))
+        for one, other in zip(*outputs, strict=True):
+            assert torch.equal(one, other)
 
 
 def with_biases() -> PreTrainedModel:
