@@ -118,12 +118,8 @@ class Engine:
         self.verifier = verifier_entry.cls(verifier_config)
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
         check_host_drafter(self.drafter, config)
-        self._ranks.compare_options(
-            self.num_speculative_tokens,
-            drafter_entry.name,
-            verifier_entry.name,
-            self.draft_length.config,
-        )
+        names = drafter_entry.name, verifier_entry.name, str(getattr(target, "name", target))
+        self._ranks.compare_options(names, self.num_speculative_tokens, self.draft_length.config)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
