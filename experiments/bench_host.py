@@ -114,6 +114,7 @@ def make_engine(batch_size: int, tokenizer: Any | None, **options: Any) -> Engin
         dtype=torch.float32,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_MODEL_LEN,
+        tensor_parallel=None,
         model=SimpleNamespace(generation_config=None),
     )
     fixed: dict[str, Any] = {

@@ -133,6 +133,7 @@ def make_engine(seed: int, tokenizer: Any = TOKENIZER, **options: Any) -> Engine
         dtype=torch.float32,
         vocab_size=len(TOKENIZER),
         max_position_embeddings=4096,
+        tensor_parallel=None,
         model=SimpleNamespace(generation_config=None),
     )
     sizes: dict[str, Any] = {
