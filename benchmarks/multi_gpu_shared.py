@@ -86,7 +86,8 @@ def time_all_reduce(
         return _blocks(run, 1, count)
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    with torch.cuda.graph(graph, stream=stream):
+    # A thread of the process groups asks for events meanwhile, which "global" forbids.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
     graph.replay()
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,11 @@ class CUDAGraphManager:
         before = self._reserved()
         if self._on_gpu:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # A thread of the process groups asks for events meanwhile, which "global" forbids.
+            mode = "thread_local" if dist.is_initialized() else "global"
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+            ):
                 outputs = function()
             self._captured[key] = _Captured(key.label, graph.replay, outputs)
         else:

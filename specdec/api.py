@@ -106,7 +106,7 @@ class LLM:
                     if increment.output is not None:
                         outputs[increment.request_id] = increment.output
         finally:
-            for name in sorted(self.engine.unfinished_ids & own):  # alike on every rank
+            for name in self.engine.unfinished_ids & own:
                 self.engine.discard(name)
             self.engine.put_back(foreign)
         return [outputs[name] for name in names]

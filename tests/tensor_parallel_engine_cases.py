@@ -193,6 +193,7 @@ def quick_checks(folder: str) -> None:
         "options": _refused(lambda: _engine(max_num_batched_tokens=24 + this_rank())),
         "captured": _captured(),
         "failed": _failed(),
+        "ended": _ended(),
     }
     leave(folder, found)
     faulthandler.cancel_dump_traceback_later()
@@ -381,6 +382,29 @@ def _failed() -> list[str]:
     except ZeroDivisionError as error:
         told.append(str(error))
     return [*told, _refused(engine.step)]
+
+
+def _ended() -> dict[str, Any]:
+    """End requests in another order on each rank, and run more of them in what that frees."""
+    params = SamplingParams(temperature=0, max_tokens=9)
+    engine = _engine()
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, params)
+    engine.step()
+    engine.step()
+    for name in sorted(("1", "2", "3"), reverse=this_rank() == 1):
+        engine.discard(name)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(f"later {i}", prompt[::-1], params)
+    texts = {}
+    while engine.has_requests:
+        for increment in engine.step():
+            if increment.output is not None:
+                texts[increment.request_id] = increment.output.token_ids
+    one = LLM(whole_target(), "ngram", "greedy", K, **SIZES)
+    expected = one.generate([prompt[::-1] for prompt in PROMPTS], params)
+    rows = {name: text for name, text in texts.items() if name.startswith("later")}
+    return {"texts": rows, "expected": [output.token_ids for output in expected]}
 
 
 # --- replicas of two ranks each -------------------------------------------------------------------

@@ -100,6 +100,12 @@ def test_ranks_that_were_built_unlike_are_refused(found: list[dict[str, Any]]) -
         assert rank["captured"].startswith(text)
 
 
+def test_the_order_in_which_requests_are_ended_does_not_count(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        texts = [rank["ended"]["texts"][f"later {i}"] for i in range(len(PROMPTS))]
+        assert texts == rank["ended"]["expected"]
+
+
 def test_a_step_that_failed_is_the_last(found: list[dict[str, Any]]) -> None:
     for rank in found:
         first, later = rank["failed"]

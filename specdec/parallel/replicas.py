@@ -96,7 +96,7 @@ class DataParallelEngine:
         self._aborted: set[str] = set()
         self._outbox: list[Increment] = []  # of this replica, not told to the others yet
         self._pending: list[Increment] = []
-        self._calls = 0  # checksum of all calls so far
+        self._calls = self._ended = 0  # checksums of all calls so far
         self._num_steps = 0
         self._failure: str | None = None
         self._check_options()
@@ -204,7 +204,8 @@ class DataParallelEngine:
                 f"{self._num_blocks} KV blocks of {blocks.block_size} that every replica has; "
                 "raise num_kv_blocks or lower max_tokens"
             )
-        self._note("add", request_id, first.prompt_token_ids, repr(first.params), first.seed)
+        told = request_id, first.prompt_token_ids, repr(first.params), first.seed
+        self._calls = zlib.crc32(encode(told), self._calls)
         num_new = first.max_total_len - first.num_prompt_tokens
         replica = self._router.assign(
             request_id, first.num_prompt_tokens, num_new, len(group.samples)
@@ -223,7 +224,7 @@ class DataParallelEngine:
         """
         if request_id not in self._requests or request_id in self._aborted:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
-        self._note("abort", request_id)
+        self._note_end(request_id)
         self._aborted.add(request_id)
         if request_id in self.engine.unfinished_ids:
             self.engine.abort(request_id)
@@ -236,7 +237,7 @@ class DataParallelEngine:
         """
         if request_id not in self._requests:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
-        self._note("discard", request_id)
+        self._note_end(request_id)
         if request_id in self.engine.unfinished_ids:
             self.engine.discard(request_id)
         self._outbox = [i for i in self._outbox if i.request_id != request_id]
@@ -247,9 +248,12 @@ class DataParallelEngine:
         """Keep increments that were not for the caller of a step; they come with the next one."""
         self._pending += increments
 
-    def _note(self, *call: Any) -> None:
-        """Take a call into the checksum that ranks compare."""
-        self._calls = zlib.crc32(encode(call), self._calls)
+    def _note_end(self, request_id: str) -> None:
+        """Take in that a request was ended; in which order several are does not count.
+
+        Callers go through sets of names, whose order is another one in every process.
+        """
+        self._ended = (self._ended + zlib.crc32(request_id.encode())) % 2**32
 
     def _forget(self, request_id: str) -> None:
         self._router.remove(request_id)
@@ -298,7 +302,8 @@ class DataParallelEngine:
             found = [own]
         else:
             told = pack(own, self._requests) if self.groups.tp_rank == 0 else []
-            message = encode([[self._num_steps, self._calls, None], told])
+            calls = self._calls << 32 | self._ended
+            message = encode([[self._num_steps, calls, None], told])
             texts = gather_bytes(self.groups.control, message)
             messages = [json.loads(text) for text in texts]
             self._compare([told for told, _ in messages])
