@@ -179,7 +179,7 @@ def test_turn_heads(
     parts = torch.randn(num_parts, num_tokens, shape.packed_width)
     parts = parts.to(device, F32 if num_parts > 1 else dtype)
     turns = torch.randn(40, 2, head_size // 2).to(device, dtype)
-    positions = torch.tensor([7, 8, 0, 39, 3]).to(device)
+    positions = torch.tensor([7, 8, 0, 39, 50]).to(device)  # 40 and above: behind the table
     slots = torch.tensor([4, 0, -1, 9, 10]).to(device)
     norms = None
     if has_norms:

@@ -87,7 +87,7 @@ def _store_halves(ptrs, low, high, mask, HALF: tl.constexpr):
     tl.store(ptrs + HALF, high.to(ptrs.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "last_position"])
 def _turn_heads_kernel(
     query_ptr,  # [T, NUM_HEADS, D], out
     key_cache_ptr,  # [num_slots, NUM_KV_HEADS, D], out
@@ -100,6 +100,7 @@ def _turn_heads_kernel(
     key_norm_ptr,
     eps,
     num_tokens,
+    last_position,  # P - 1; what is computed for positions behind it is of no use
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -141,7 +142,8 @@ def _turn_heads_kernel(
         normed_high *= tl.where(is_query, query_high, key_high)
         low = tl.where(turned, normed_low.to(dtype).to(tl.float32), low)
         high = tl.where(turned, normed_high.to(dtype).to(tl.float32), high)
-    turn_ptrs = turns_ptr + tl.load(positions_ptr + token) * D + d
+    position = tl.minimum(tl.load(positions_ptr + token), last_position)
+    turn_ptrs = turns_ptr + position * D + d
     cos, sin = _load_halves(turn_ptrs, d < HALF, HALF)
     new_low = tl.where(turned, low * cos - high * sin, low)
     new_high = tl.where(turned, high * cos + low * sin, high)
@@ -176,7 +178,8 @@ def turn_heads(
     Args:
         parts: [S, T, shape.packed_width], which are added up.
         shape: of the heads.
-        turns: of `make_turn_table`, [P, 2, head_size / 2]; or of `share_turns`.
+        turns: of `make_turn_table`, [P, 2, head_size / 2]; or of `share_turns`. Positions from P on,
+            which a drafter meets behind its own context, give finite numbers of no use.
         positions: [T] int64.
         norms: of the heads, or None.
         slot_mapping: [T] int64, -1 = write nothing.
@@ -212,6 +215,7 @@ def turn_heads(
         turns if norms is None else norms.key,
         0.0 if norms is None else norms.eps,
         num_tokens,
+        len(turns) - 1,
         NUM_HEADS=shape.num_heads,
         NUM_KV_HEADS=shape.num_kv_heads,
         D=shape.head_size,
@@ -257,6 +261,7 @@ def turn_heads_ref(
 
 
 def _gather_turns(table: Tensor, positions: Tensor) -> TokenTurns:
+    positions = positions.clamp(max=len(table) - 1)
     cos, sin = table.index_select(0, positions).split(1, dim=1)
     return TokenTurns(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
