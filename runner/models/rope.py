@@ -178,8 +178,8 @@ def turn_heads(
     Args:
         parts: [S, T, shape.packed_width], which are added up.
         shape: of the heads.
-        turns: of `make_turn_table`, [P, 2, head_size / 2]; or of `share_turns`. Positions from P on,
-            which a drafter meets behind its own context, give finite numbers of no use.
+        turns: of `make_turn_table`, [P, 2, head_size / 2]; or of `share_turns`. Positions from P
+            on, which a drafter meets behind its own context, give finite numbers of no use.
         positions: [T] int64.
         norms: of the heads, or None.
         slot_mapping: [T] int64, -1 = write nothing.
