@@ -1,6 +1,7 @@
 """Two ranks on a CPU: replicas, the router's agreement, checks between ranks, ranks that die."""
 
 import ast
+import functools
 import json
 import os
 import signal
@@ -169,7 +170,13 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(_LAUNCHER)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], cwd=ROOT, env=env)
+    ignores = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        cwd=ROOT,
+        env=env,
+        preexec_fn=ignores,  # as a shell does with what it starts in the background
+    )
     notes = [tmp_path / f"pid{rank}" for rank in (0, 1)]
     wait_until(lambda: all(note.is_file() for note in notes), 120)
     pids = [int(note.read_text()) for note in notes]

@@ -80,6 +80,9 @@ def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> 
 def _run_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], *job: Any) -> None:
     """Be a rank: set up what torchrun would, run, and leave a note of what went wrong."""
     num_ranks, port, folder = job
+    # torch has the system interrupt a rank whose launcher died. A job that a shell started in the
+    # background ignores interrupts, and would go on for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
     local |= {"LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": _HOST, "MASTER_PORT": port}
     local |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
