@@ -13,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from filelock import FileLock
 
 from specdec.parallel.launch import RankFailedError, launch
 from tests.parallel_cases import (
@@ -23,6 +22,7 @@ from tests.parallel_cases import (
     quick_checks,
     read,
 )
+from tests.rank_pairs import shared_pair
 from tests.run_cases import QUESTIONS, save_tiny_target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,21 +31,12 @@ SECONDS_TO_END = 20  # of a job, once one of its ranks died
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank of one pair saw; to start processes takes longest.
+    """Return what each rank of one pair saw."""
 
-    The processes of a parallel pytest share the pair: the first one to need it starts it.
-    """
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-    folder = root / "two_ranks"
-    with FileLock(root / "two_ranks.lock"):
-        if not folder.is_dir():
-            folder.mkdir()
-            launch(quick_checks, 2, (str(folder),))
-    ranks = read(folder)
-    assert len(ranks) == 2
-    return ranks
+    def start(folder: Path) -> None:
+        launch(quick_checks, 2, (str(folder),))
+
+    return shared_pair(tmp_path_factory, "two_ranks", start)
 
 
 @pytest.mark.parametrize("verifier", ["greedy", "sampled_match"])

@@ -1,15 +1,14 @@
 """Ranks that share a model's layers, on a CPU: equal to one rank, to rounding."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from specdec.parallel.launch import launch
 from tests.models import FAMILIES, tiny_model
 from tests.parallel_cases import read
+from tests.rank_pairs import shared_pair
 from tests.tensor_parallel_cases import SHAPES, four_ranks, two_ranks
 
 BOUND = 1e-5  # of the relative difference in float32; sums in another order give up to 2e-6
@@ -17,20 +16,14 @@ BOUND = 1e-5  # of the relative difference in float32; sums in another order giv
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank of one pair saw, which the processes of a parallel pytest share."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-    folder = root / "two_tensor_parallel_ranks"
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            folder.mkdir()
-            for name in ("llama", "qwen3"):
-                tiny_model(name).save_pretrained(folder / name, max_shard_size="100KB")
-            launch(two_ranks, 2, (str(folder), str(folder)))
-    ranks = read(folder)
-    assert len(ranks) == 2
-    return ranks
+    """Return what each rank of one pair saw."""
+
+    def start(folder: Path) -> None:
+        for name in ("llama", "qwen3"):
+            tiny_model(name).save_pretrained(folder / name, max_shard_size="100KB")
+        launch(two_ranks, 2, (str(folder), str(folder)))
+
+    return shared_pair(tmp_path_factory, "two_tensor_parallel_ranks", start)
 
 
 def check(rank: dict[str, Any], bound: float = BOUND) -> None:

@@ -1,33 +1,23 @@
 """Two ranks on a CPU that share an engine's layers: texts, what they agree on, what they notice."""
 
-import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from specdec.parallel.launch import launch
-from tests.parallel_cases import read
+from tests.rank_pairs import shared_pair
 from tests.tensor_parallel_engine_cases import PLANTS, PROMPTS, QUICK, quick_checks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank of one pair saw; to start processes takes longest.
+    """Return what each rank of one pair saw."""
 
-    The processes of a parallel pytest share the pair: the first one to need it starts it.
-    """
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-    folder = root / "two_shares"
-    with FileLock(root / "two_shares.lock"):
-        if not folder.is_dir():
-            folder.mkdir()
-            launch(quick_checks, 2, (str(folder),))
-    ranks = read(folder)
-    assert len(ranks) == 2
-    return ranks
+    def start(folder: Path) -> None:
+        launch(quick_checks, 2, (str(folder),))
+
+    return shared_pair(tmp_path_factory, "two_shares", start)
 
 
 @pytest.mark.parametrize("name", [*(f"{name}, sampled_match" for name in QUICK), "eagle3, greedy"])

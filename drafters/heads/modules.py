@@ -217,6 +217,12 @@ class Eagle3Head(ChainHead):
             setattr(attention, name, wide)
         self.norm = norm(size, config.rms_norm_eps)
 
+    def fuse_kernels(self, embedding: Tensor) -> None:
+        """Run passes by the kernels of a fused target; see `ChainHead.fuse_kernels`."""
+        norms = (self.layer.input_layernorm, self.layer.hidden_norm, self.norm)
+        self._norms = [as_norm(norm) for norm in norms]
+        super().fuse_kernels(embedding)
+
     def fuse(self, features: Tensor) -> Tensor:
         """Fuse outputs of the target's layers, [T, num_aux * target_hidden_size]."""
         if self.input_norm is not None:
@@ -256,15 +262,15 @@ class Eagle3Head(ChainHead):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Run one pass by few kernels; see `ChainHead.forward`."""
-        size, layer = features.shape[1], self.layer
+        size = features.shape[1]
         joint = features.new_empty((len(features), 2 * size))
-        first, second = as_norm(layer.input_layernorm), as_norm(layer.hidden_norm)
+        first, second, last = self._norms
         embedded, normed = joint[:, :size], joint[:, size:]
         add_rms_norm(fused.embedding, None, first.weight, first.eps, embedded, None, input_ids)
         add_rms_norm(features[None], None, second.weight, second.eps, normed)
         parts = fused.attention(joint, positions, metadata)
         residual = normed if self.spec.norm_before_residual else features
-        return fused.finish(parts, residual, as_norm(self.norm) if self.spec.norm_output else None)
+        return fused.finish(parts, residual, last if self.spec.norm_output else None)
 
     def output_states(self, hidden: Tensor) -> Tensor:
         """Return what the output head reads; usually the state before this norm is fed back."""
@@ -272,8 +278,7 @@ class Eagle3Head(ChainHead):
             return hidden
         if self._fused is None:
             return self.norm(hidden)
-        norm = as_norm(self.norm)
-        return rms_norm(hidden, norm.weight, norm.eps)
+        return rms_norm(hidden, self._norms[2].weight, self._norms[2].eps)
 
 
 class FusedHead:
