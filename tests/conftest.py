@@ -1,6 +1,7 @@
-"""Poisoned fresh memory, the device of the kernel tests, and fixed seeds, for every test."""
+"""Poisoned fresh memory, the device of the kernel tests, seeds and log handlers, for every test."""
 
 import functools
+import logging
 import os
 import random
 import sys
@@ -76,6 +77,21 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # for what still reads the global one; our code does not
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_log_handlers_left() -> Iterator[None]:
+    """Take from the root logger what a command that ran within a test attached to it.
+
+    Its lines would else show up in what every later test of the process reads from stderr.
+    """
+    yield
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if not type(handler).__module__.startswith("_pytest."):
+            root.removeHandler(handler)
+            handler.close()
+    root.setLevel(logging.WARNING)
 
 
 @pytest.fixture(autouse=True)
