@@ -15,6 +15,7 @@ from specdec.testing import (
     rules_history,
     rules_law,
     rules_lengths,
+    rules_score,
     rules_texts,
 )
 from specdec.testing.rule import NotApplicable, Rule, RuleBroken
@@ -106,6 +107,11 @@ RULES = (
         "preemption",
         "a preempted request goes on as if nothing had happened",
         rules_history.check_preemption,
+    ),
+    Rule(
+        "score",
+        "at many starts of a text at once, score() proposes what propose() does in real runs",
+        rules_score.check_score,
     ),
     Rule(
         "draft_kv",

@@ -29,7 +29,7 @@ from specdec.testing.subject import Subject
 _MOST_FLIPS = 0.02
 _TOLERANCE = 1e-3  # of laws and KV, relative to their largest element
 _MOST_RESUMED = 120
-_NO_DRAFTS = "it drafted nothing in these texts"
+NO_DRAFTS = "it drafted nothing in these texts"
 _TEXTS_ALONE = "texts alone: declared uses_history=True"
 
 
@@ -43,7 +43,7 @@ def check_committed_text(subject: Subject) -> str | None:
         "for the positions that the step committed, in first_pass() or at the start of propose()"
     )
     check_against_scratch(subject, result, "random", "after rejected drafts", fix)
-    return None if result.num_drafts else _NO_DRAFTS
+    return None if result.num_drafts else NO_DRAFTS
 
 
 def check_chunks(subject: Subject) -> str | None:
@@ -179,7 +179,7 @@ def _check_run(
     if subject.capabilities.uses_history:
         return _TEXTS_ALONE
     check_against_scratch(subject, result, "sampled_match", where, fix)
-    return None if result.num_drafts else _NO_DRAFTS
+    return None if result.num_drafts else NO_DRAFTS
 
 
 def _scratch_engine(
@@ -207,12 +207,31 @@ def check_against_scratch(
     stride = -(-len(every) // _MOST_RESUMED)
     chosen = every[::stride]
     again = resume(_scratch_engine(subject, chosen, verifier), chosen)
-    flips, compared, first = 0, 0, ""
+    pairs = []
     for i, old in enumerate(chosen):
         new = again.proposals.get((str(i), len(old.token_ids)))
-        if new is None or new.token_ids != old.token_ids:
-            continue  # it ended, or its last token was drawn at a near-tie
-        compared += 1
+        if new is not None and new.token_ids == old.token_ids:
+            pairs.append((old, new))  # else it ended, or its last token was drawn at a near-tie
+    assert len(pairs) > len(chosen) // 2, f"only {len(pairs)} of {len(chosen)} texts came again"
+    check_proposals(pairs, where, "those of the committed text computed from scratch", fix)
+
+
+def check_proposals(
+    pairs: Sequence[tuple[Proposal, Proposal]], where: str, expected: str, fix: str
+) -> None:
+    """Compare drafts, kinds and laws of proposals for the same texts.
+
+    Args:
+        pairs: what is judged, and what it should be.
+        where: the judged ones were made.
+        expected: what the others are, in words.
+        fix: what most likely mends it.
+
+    Raises:
+        RuleBroken: more drafts differ than rounding can explain, or a law does.
+    """
+    flips, first = 0, ""
+    for old, new in pairs:
         if (old.drafts, old.kind) != (new.drafts, new.kind):
             flips += 1
             first = first or (
@@ -220,23 +239,19 @@ def check_against_scratch(
                 f"{list(new.drafts)} of kind {new.kind}"
             )
         elif old.logits is not None and new.logits is not None:
-            _check_law(old.logits, new.logits, where, fix)
-    assert compared > len(chosen) // 2, f"only {compared} of {len(chosen)} texts came again"
-    if flips > max(1, _MOST_FLIPS * compared):
+            _check_law(old.logits, new.logits, where, expected, fix)
+    if flips > max(1, _MOST_FLIPS * len(pairs)):
         raise RuleBroken(
-            f"{flips} of {compared} proposals {where} are not those of the committed text "
-            f"computed from scratch, the first {first}",
-            fix,
+            f"{flips} of {len(pairs)} proposals {where} are not {expected}, the first {first}", fix
         )
 
 
-def _check_law(old: Tensor, new: Tensor, where: str, fix: str) -> None:
+def _check_law(old: Tensor, new: Tensor, where: str, expected: str, fix: str) -> None:
     """Compare draft logits of one proposal, up to a constant of each line."""
     laws = old.softmax(-1), new.softmax(-1)
     error = float((laws[0] - laws[1]).abs().max())
     require(
         error <= 10 * _TOLERANCE,
-        f"draft_logits {where} differ from those of the committed text computed from scratch: a "
-        f"probability by {error:.2g}",
+        f"draft_logits {where} are not {expected}: a probability differs by {error:.2g}",
         fix,
     )
