@@ -232,7 +232,7 @@ class HostText(SoundHost):
 class SoundLaw(DrafterBase):
     """Draws from a fixed law over the likely tokens, but is one-hot at every third length."""
 
-    capabilities = DrafterCapabilities(offers_q=True)
+    capabilities = DrafterCapabilities(offers_q=True, can_score=True)
 
     def load(self, target: TargetView) -> None:
         """Make the law."""
@@ -370,7 +370,7 @@ class OwnNoise(SoundLaw):
 class SoundFeatures(DrafterBase):
     """Asks the target's head what follows the feature of the last committed position."""
 
-    capabilities = DrafterCapabilities(hidden_states="last", splits_first_pass=True)
+    capabilities = DrafterCapabilities(hidden_states="last", splits_first_pass=True, can_score=True)
 
     def load(self, target: TargetView) -> None:
         """Share the head."""

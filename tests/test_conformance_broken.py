@@ -11,7 +11,7 @@ import torch
 from sampler.sampler import Sampler
 from specdec.testing import Subject, run_conformance
 from specdec.testing.conformance import RULES
-from tests import broken_drafters
+from tests import broken_drafters, broken_scores  # noqa: F401 - the latter is known by its names
 
 BY_NAME = {rule.name: rule for rule in RULES}
 # Broken drafter -> the rule that must be named, and words of its message.
@@ -37,15 +37,24 @@ BROKEN = {
     "broken_stale_kv": ("draft_kv", "random lengths and acceptance"),
     "broken_stale_kind": ("kinds", "a stale kind"),
     "broken_law": ("law", "chi-square"),
+    "broken_score_missing": ("score", "the drafter has no score()"),
+    "broken_score_position": ("score", "proposals of score() are not those of propose()"),
+    "broken_score_no_first_pass": ("score", "proposals of score() are not those of propose()"),
+    "broken_score_first_k": ("score", "proposals of score() are not those of propose()"),
+    "broken_score_law": ("score", "draft_logits of score() are not those of propose()"),
+    "broken_score_kind": ("score", "of kind 1 instead of"),
+    "broken_score_no_fork": ("score", "called fork() 0 times"),
+    "broken_score_late_fork": ("score", "proposals of score() are not those of propose()"),
+    "broken_score_early_fork": ("score", "proposals of score() are not those of propose()"),
 }
 SIBLINGS = {
     "sound_repeat": ["host_reads", "bounds", "read_only", "noise", "row_reuse", "num_drafts"],
     "sound_counter": ["chunks", "num_drafts"],
     "sound_host": ["host_drafts", "statistics", "committed_text"],
     "sound_confidence": ["confidence", "bounds"],
-    "sound_law": ["noise", "kinds", "law"],
-    "sound_features": ["committed_text"],
-    "sound_kv": ["draft_kv", "committed_text"],
+    "sound_law": ["noise", "kinds", "law", "score"],
+    "sound_features": ["committed_text", "score"],
+    "sound_kv": ["draft_kv", "committed_text", "score"],
 }
 
 
@@ -86,6 +95,13 @@ def test_broken_drafter_fails_by_the_rule_that_it_broke(name: str, rule: str) ->
 def test_sound_sibling_passes_the_rule_that_a_broken_one_breaks(name: str, rule: str) -> None:
     (finding,) = run_conformance(Subject(name), [BY_NAME[rule]])
     assert finding.verdict == "passed", finding.message
+
+
+@pytest.mark.parametrize("name", ["sound_repeat", "suffix"])
+def test_a_drafter_that_cannot_score_is_not_held_to_the_rule_about_it(name: str) -> None:
+    (finding,) = run_conformance(Subject(name), [BY_NAME["score"]])
+    assert finding.verdict == "not applicable"
+    assert "declared can_score=False" in finding.message
 
 
 def test_what_a_drafter_raises_is_a_broken_rule_with_its_reason() -> None:

@@ -111,6 +111,7 @@ class _Starts:
         """
         runner, params = self._runner, longest.arrival.params
         token_ids = torch.tensor(longest.token_ids, device=self._device)
+        assert params.seed is not None, "the kit's requests have seeds"
         scored = {}
         with runner.on_device():
             runner.sampler.temperature.fill_(params.temperature)
@@ -156,6 +157,9 @@ class _Starts:
         view.draft_limit[:n] = left.clamp(0, self._k).int()
         state.draft_tokens.fill_(-1)
         state.draft_kind.zero_()
+        laws = self._runner.draft_logits
+        if laws is not None:  # what is not written stays no law
+            laws[torch.isfinite(laws)] = float("nan")
 
     def _context(
         self, token_ids: Tensor, hidden: Tensor, aux: Tensor | None, starts: Tensor, first: int
