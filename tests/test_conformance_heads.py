@@ -8,7 +8,7 @@ from typing import ClassVar
 from specdec.testing import DrafterConformance
 from tests import fitting_drafters
 
-QUICK = ("interface", "bounds", "host_reads", "committed_text", "num_drafts", "confidence")
+QUICK = ("interface", "bounds", "host_reads", "committed_text", "num_drafts", "confidence", "score")
 
 
 class TestLayerSkip(DrafterConformance):
