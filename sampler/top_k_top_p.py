@@ -20,7 +20,7 @@ is within 1e-5 of top_p.
 """
 
 # A launch gives plain integers to parameters annotated tl.constexpr, and options of its own.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -35,9 +35,12 @@ _MIN_PATCH = 32  # tokens whose logits fill a line of the cache
 _MAX_PATCHES = 4096
 _HEAD = 512  # on a CPU the cut nearly always lies among these; a full sort is the exact fall-back
 
+# Three counts of tokens share an int64.
+_MAX_VOCAB = 2**20
+_SECOND_COUNT = tl.constexpr(2**20)
+_THIRD_COUNT = tl.constexpr(2**40)
 _KEY_OF_NAN = tl.constexpr(-2147483648)
 _KEY_OF_MINUS_INF = tl.constexpr(-2139095041)
-_MAX_VOCAB = 2**20  # three counts of tokens share an int64
 
 
 @triton.jit
@@ -183,8 +186,6 @@ def _find_cut(
     # quarter what is between. It ends where at most one logit is: that one is the cut.
     low = floor.to(tl.int64) - 1
     high = ceiling.to(tl.int64)
-    SECOND: tl.constexpr = 1 << 20  # the counts share an int64
-    THIRD: tl.constexpr = 1 << 40
     count_low = tl.full([], 1 << 30, tl.int64)
     count_high = tl.full([], 0, tl.int64)
     while (high - low > 1) & (count_low - count_high > 1):
@@ -204,16 +205,16 @@ def _find_cut(
             is_second = key > second.to(tl.int32)
             is_third = key > third.to(tl.int32)
             counts += tl.where(is_first, 1, 0).to(tl.int64)
-            counts += tl.where(is_second, SECOND, 0).to(tl.int64)
-            counts += tl.where(is_third, THIRD, 0).to(tl.int64)
+            counts += tl.where(is_second, _SECOND_COUNT, 0).to(tl.int64)
+            counts += tl.where(is_third, _THIRD_COUNT, 0).to(tl.int64)
             if WEIGHTED:
                 mass = _mass_of(logits, top)
                 above_first += tl.where(is_first, mass, 0.0)
                 above_second += tl.where(is_second, mass, 0.0)
                 above_third += tl.where(is_third, mass, 0.0)
         count = tl.sum(tl.sum(counts, axis=1), axis=0)
-        count_first = count & (SECOND - 1)
-        count_second = (count >> 20) & (SECOND - 1)
+        count_first = count & (_SECOND_COUNT - 1)
+        count_second = (count >> 20) & (_SECOND_COUNT - 1)
         count_third = count >> 40
         if WEIGHTED:
             much_first = tl.sum(tl.sum(above_first, axis=1), axis=0) >= limit
