@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import specdec
+from runner.models.linear_choices import choices_digest, load_choices
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "transformers", "triton")
@@ -45,6 +46,7 @@ def collect_provenance(
         "duration_s": None,
         "versions": _versions(),
         "device": device_name(device),
+        "linear_choices": hash_linear_choices(device, dtype),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "seed": seed,
@@ -93,6 +95,17 @@ def device_name(device: torch.device) -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = names[0] if names else platform.processor() or platform.machine()
     return f"CPU {model}, {os.cpu_count()} cores"
+
+
+def hash_linear_choices(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return a hash of how linear layers are computed on a GPU; None elsewhere.
+
+    Two runs of one commit whose hashes differ sum in another order: one of them read a file of
+    choices of its own.
+    """
+    if device.type != "cuda":
+        return None
+    return choices_digest(load_choices(torch.cuda.get_device_name(device), dtype))
 
 
 def _versions() -> dict[str, str | None]:

@@ -177,7 +177,7 @@ def test_provenance_names_code_and_device_but_no_person_or_machine(
     provenance = json.loads((folder / "provenance.json").read_text())
     assert set(provenance) == {
         *("commit", "dirty", "command", "started", "duration_s", "versions", "device", "dtype"),
-        *("threads", "seed", "platform"),
+        *("threads", "seed", "platform", "linear_choices"),
     }
     assert set(provenance["versions"]) == {"python", "torch", "transformers", "triton", "specdec"}
     assert provenance["duration_s"] > 0

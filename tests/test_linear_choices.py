@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.provenance import hash_linear_choices
 from experiments.tune_linears import SHIPPED_MODELS, candidates, model_shape, with_prefetch
 from runner.models import linear_choices
 from runner.models.linear import LinearLaunch
@@ -72,6 +73,16 @@ def test_every_shipped_file_is_read_and_says_where_it_comes_from() -> None:
 def test_shipped_choices_are_those_that_were_measured_best() -> None:
     # A change of this hash is a change of every text in bfloat16: it has to be meant.
     assert choices_digest(load_choices(H200, BF16)) == "0b88fe0a176d"
+
+
+def test_a_record_of_a_gpu_says_which_choices_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: H200)
+    assert hash_linear_choices(torch.device("cpu"), BF16) is None
+    before = hash_linear_choices(torch.device("cuda"), BF16)
+    assert before == choices_digest(load_choices(H200, BF16))
+    load_choices.cache_clear()
+    write_choice(asdict(LinearLaunch(16, 32, 64, splits=8)))
+    assert hash_linear_choices(torch.device("cuda"), BF16) != before
 
 
 def test_equal_files_give_equal_choices_whatever_their_order() -> None:

@@ -194,3 +194,46 @@ def test_a_line_does_not_depend_on_its_neighbours(device: torch.device) -> None:
         one = slice(line, line + 1)
         alone, _ = truncate(arguments(logits[one], [1.0], limits[one], device))
         assert torch.equal(alone[0], together[line])
+
+
+def many_patches(kind: str, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Return logits [V] of far more patches than the kernel compares at once."""
+    logits = torch.randn(vocab_size, generator=generator)
+    if kind == "peaked":
+        return 5 * logits
+    if kind == "flat":
+        return 0.01 * logits
+    if kind == "ties":
+        return (logits * 2).round()
+    if kind == "gathered":  # all that is kept lies in few patches, so that few patches reach it
+        logits[320:480] += 12
+        return logits
+    assert kind == "spread"  # a large logit in each patch, and a mass below it that counts, too
+    logits[::32] += 5
+    logits[5::32] += 4
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "gathered", "spread"])
+def test_cut_is_the_twins_where_patches_can_be_left_out(device: torch.device, kind: str) -> None:
+    generator = torch.Generator().manual_seed(8)
+    vocab_size = 7001  # 219 patches
+    limits = [(40, 1.0), (200, 0.95), (300, 1.0), (7001, 0.9), (7001, 0.4), (5000, 0.99)]
+    logits = torch.stack([many_patches(kind, vocab_size, generator) for _ in limits])
+    kept = check(logits, limits, device)
+    if kind != "ties":
+        assert kept[[0, 2]].sum(1).tolist() == [40, 300]
+
+
+def test_wider_patches_change_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(9)
+    limits = [(40, 1.0), (5000, 0.9), (600, 0.7)]
+    logits = torch.stack([many_patches("peaked", 5000, generator) for _ in limits])
+    given = arguments(logits, [1.0] * len(limits), limits, device)
+    narrow, _ = truncate(given)
+    monkeypatch.setattr("sampler.top_k_top_p._MAX_PATCHES", 40)  # 128 tokens each
+    wide, _ = truncate(given)
+    assert torch.equal(wide, narrow)
+    check(logits, limits, device)
