@@ -1,8 +1,9 @@
 """Bench `e2e`: whole steps of real shapes beside their floor, a peer and an aim; on one GPU.
 
-Models with random weights of the shapes of Llama-3.1-8B and SmolLM2-135M, and SmolLM2's own weights
-where they are there, decode with each drafter at each batch. Acceptance is set, not measured: a
-synthetic verifier commits exactly three tokens a step (one without a drafter). For each line:
+Models with random weights of the shapes of Llama-3.1-8B (in 8 bits, too) and SmolLM2-135M, and
+SmolLM2's own weights where they are there, decode with each drafter at each batch. Acceptance is
+set, not measured: a synthetic verifier commits exactly three tokens a step (one without a drafter).
+For each line:
 
     ms          wall time of a step, median of repeats (and their range)
     device_ms   the step's graph launched back to back over the same steps; gap_ms is the rest
@@ -101,7 +102,7 @@ class E2EBenchConfig:
     def __post_init__(self) -> None:
         """Check names and counts."""
         kinds = [f"{model} {drafter}" for model, drafter in KINDS]
-        models = [name for name in SHAPE_SETS["full"].models if not name.endswith("_real")]
+        models = [name for name in SHAPE_SETS["full"].models if "_" not in name]
         for name, values, allowed in (
             ("shapes", [self.shapes], list(SHAPE_SETS)),
             ("cases", self.cases, kinds),
@@ -251,7 +252,8 @@ class E2EBench:
         target = self.store.target(case.model)
         drafter = self.store.drafter(case.model, case.drafter)
         load = make_load(case, self.shapes, target, self.shapes.prompt_len)
-        repeats = self.config.repeats * (1 if case.model == "8b" else _SMALL_FACTOR)
+        is_big = case.model.startswith("8b")
+        repeats = self.config.repeats * (1 if is_big else _SMALL_FACTOR)
         with (
             text_of(case.drafter, target.model),
             running(case, self.shapes, target, drafter) as engine,

@@ -7,7 +7,7 @@ Those of the 135M shape are its best repeats, as its host swings; those of 8B ar
 set beside a line only where the machine is of the same kind.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import LlamaConfig
@@ -28,6 +28,7 @@ class ModelShape:
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim:
             as in its config.
         tied: the output head is the embedding.
+        eight_bit: the weights of the layers are rounded to 8 bits (`weight_dtype=fp8`).
     """
 
     vocab_size: int
@@ -38,6 +39,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     tied: bool
+    eight_bit: bool = False
 
     def config(self) -> LlamaConfig:
         """Return transformers' config; no token ends a text."""
@@ -98,13 +100,15 @@ class ShapeSet:
     axes: ScaleAxes
 
 
+_LLAMA_8B = ModelShape(128256, 4096, 14336, 32, 32, 8, 128, False)
 _SMOLLM2 = ModelShape(49152, 576, 1536, 30, 9, 3, 64, True)
 _TINY_8B = ModelShape(256, 64, 96, 5, 4, 2, 16, False)
 _TINY_135M = ModelShape(128, 32, 48, 5, 4, 2, 16, True)
 SHAPE_SETS = {
     "full": ShapeSet(
         models={
-            "8b": ModelShape(128256, 4096, 14336, 32, 32, 8, 128, False),
+            "8b": _LLAMA_8B,
+            "8b_fp8": replace(_LLAMA_8B, eight_bit=True),
             "135m": _SMOLLM2,
             "135m_real": _SMOLLM2,
         },
@@ -113,7 +117,7 @@ SHAPE_SETS = {
         prompt_len=128,
         output_len=256,
         max_model_len=2048,
-        kv_bytes={"8b": 6 << 30, "135m": 2 << 30, "135m_real": 2 << 30},
+        kv_bytes={"8b": 6 << 30, "8b_fp8": 6 << 30, "135m": 2 << 30, "135m_real": 2 << 30},
         axes=ScaleAxes(
             batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
             contexts=(512, 1024, 2048, 4096, 8192, 16384, 32768),
@@ -123,13 +127,18 @@ SHAPE_SETS = {
         ),
     ),
     "tiny": ShapeSet(
-        models={"8b": _TINY_8B, "135m": _TINY_135M, "135m_real": _TINY_135M},
+        models={
+            "8b": _TINY_8B,
+            "8b_fp8": replace(_TINY_8B, eight_bit=True),
+            "135m": _TINY_135M,
+            "135m_real": _TINY_135M,
+        },
         draft_model=ModelShape(256, 32, 48, 2, 4, 2, 16, True),
         head_rows=64,
         prompt_len=16,
         output_len=40,
         max_model_len=256,
-        kv_bytes={"8b": 4 << 20, "135m": 4 << 20, "135m_real": 4 << 20},
+        kv_bytes={"8b": 4 << 20, "8b_fp8": 4 << 20, "135m": 4 << 20, "135m_real": 4 << 20},
         axes=ScaleAxes((1, 2), (32, 64), (1, 2, 4), batch=2, num_steps=4),
     ),
 }
@@ -139,7 +148,9 @@ KINDS = (
     *(("8b", drafter) for drafter in DRAFTERS),
     *(("135m", drafter) for drafter in ("eagle3", "none", "ngram")),
     *(("135m_real", drafter) for drafter in ("eagle3", "none")),
+    *(("8b_fp8", drafter) for drafter in ("eagle3", "none")),
 )
+_ONLY_BATCHES = {"8b_fp8": (1, 32)}
 
 _PEER: dict[tuple[str, str], tuple[str, tuple[float, ...]]] = {
     ("8b", "eagle3"): ("V2, median", (5.963, 6.373, 7.656, 11.499)),
@@ -226,5 +237,6 @@ def list_cases(batches: list[int], kinds: list[str]) -> list[Case]:
         for model, drafter in KINDS
         if not kinds or f"{model} {drafter}" in kinds
         for batch in batches
+        if batch in _ONLY_BATCHES.get(model, batches)
     ]
     return sorted(found, key=lambda case: case.aim_ms is None)  # stable

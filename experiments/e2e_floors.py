@@ -1,7 +1,7 @@
 """What a step of `bench=e2e` cannot do without: bytes read and written, operations, and rates.
 
     target     the weights of its layers and of its output head, once; an untied embedding is read
-               for a few rows only, which do not count
+               for a few rows only, which do not count; weights of 8 bits with their scales
     eagle3     the fusion layer once, then decoder layer and output layer in each of K passes
     draft_model  layers and output head in each of K passes
     kv         keys and values of the whole context once for the target, and once for each pass of a
@@ -57,6 +57,23 @@ def model_elements(shape: ModelShape) -> int:
     return shape.num_layers * layer_elements(shape) + h + shape.vocab_size * h
 
 
+def model_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Return the bytes of what a forward reads, output head included.
+
+    Args:
+        shape: of the model.
+        itemsize: bytes of a weight that is not one of 8 bits.
+    """
+    if not shape.eight_bit:
+        return model_elements(shape) * itemsize
+    h = shape.hidden_size
+    rows = shape.num_heads * shape.head_dim + 2 * shape.num_kv_heads * shape.head_dim
+    rows += 2 * h + 2 * shape.intermediate_size
+    rounded = shape.num_layers * (layer_elements(shape) - 2 * h)  # all but the norms
+    scales = shape.num_layers * rows * torch.float32.itemsize
+    return rounded + scales + (model_elements(shape) - rounded) * itemsize
+
+
 def num_parameters(shape: ModelShape) -> int:
     """Return all weights."""
     return model_elements(shape) + (0 if shape.tied else shape.vocab_size * shape.hidden_size)
@@ -91,7 +108,7 @@ def step_cost(
         batch: requests.
         context: tokens of each request.
         num_drafts: K, 0 without a drafter.
-        itemsize: bytes of a weight.
+        itemsize: bytes of a weight that is not one of 8 bits.
     """
     shape, tokens = shapes.models[model], batch * (num_drafts + 1)
     own = kv_elements(shape)
@@ -110,7 +127,7 @@ def step_cost(
     kv += draft_kv * (passes * batch * context + tokens + max(passes - 1, 0) * batch)
     draft_tokens = tokens + max(passes - 1, 0) * batch if each else 0
     return StepCost(
-        target_bytes=target * itemsize,
+        target_bytes=model_bytes(shape, itemsize),
         drafter_bytes=(once + passes * each) * itemsize,
         kv_bytes=round(kv * itemsize),
         target_flops=round(flops),

@@ -28,7 +28,10 @@ from specdec.protocols import TargetView
 from specdec.registry import register_drafter
 
 _STD = 0.02
-_SEEDS = {"8b": 1, "135m": 2, "draft_model": 3, "head": 4}
+_ROUNDED_OVER = (
+    16  # tokens that the effect of 8-bit weights is seen over: these weights say nothing
+)
+_SEEDS = {"8b": 1, "8b_fp8": 1, "135m": 2, "draft_model": 3, "head": 4}
 
 
 @dataclass
@@ -159,6 +162,8 @@ class ModelStore:
             else:
                 shape = self.shapes.models[name]
                 model = random_model(shape, _SEEDS[name], self.dtype, self.device)
+                if shape.eight_bit:
+                    model.quantize(torch.arange(_ROUNDED_OVER) % model.vocab_size)
                 self._targets[name] = LoadedTarget(f"random-{name}", model, None)
         return self._targets[name]
 

@@ -19,6 +19,7 @@ from experiments.e2e_floors import (
     head_elements,
     kv_elements,
     layer_elements,
+    model_bytes,
     model_elements,
     num_parameters,
     step_cost,
@@ -101,9 +102,24 @@ def test_a_floor_counts_weights_once_a_pass_and_the_context_once_a_cache() -> No
     assert 14.9e9 < plain.target_bytes < 15.1e9
 
 
+def test_the_floor_of_8_bit_weights_counts_what_the_model_holds(store: ModelStore) -> None:
+    model = store.target("8b_fp8").model
+    fused: Any = model.fused
+    read = [fused.norm.weight, model.model.lm_head.weight]
+    for layer in fused.layers:
+        read += [layer.input_norm.weight, layer.middle_norm.weight]
+        for joint in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+            assert joint.weight.dtype == torch.float8_e4m3fn
+            read += [joint.weight, joint.scales]
+    assert model_bytes(TINY.models["8b_fp8"], 4) == sum(tensor.nbytes for tensor in read)
+    assert step_cost(TINY, "8b_fp8", "none", 1, 8.0, 0, 4).target_bytes < (
+        0.6 * step_cost(TINY, "8b", "none", 1, 8.0, 0, 4).target_bytes
+    )
+
+
 def test_a_case_commits_what_is_set_and_cases_with_an_aim_come_first() -> None:
     cases = list_cases([1, 8, 32, 64], [])
-    assert len(cases) == 4 * len(KINDS)
+    assert len(cases) == 4 * len(KINDS) - 2 * 2  # with 8-bit weights two batches are enough
     aims = [case.aim_ms is not None for case in cases]
     assert aims == sorted(aims, reverse=True)
     assert sum(aims) == 15
@@ -130,7 +146,7 @@ def test_a_dry_run_measures_every_kind_of_case(dry_run: Any) -> None:
         assert line["status"] == "measured"
         assert line["tokens_per_step"] == wanted[line["drafter"]]
         assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]
-        assert len(line["ms_repeats"]) == (1 if line["model"] == "8b" else 2)
+        assert len(line["ms_repeats"]) == (1 if line["model"].startswith("8b") else 2)
         assert line["device_ms"] is None
         assert line["device_reason"] == "a CPU has no graphs"
         rate = line["tokens_per_step"] * line["batch"] * 1e3 / line["ms"]
@@ -143,8 +159,8 @@ def test_a_dry_run_measures_every_kind_of_case(dry_run: Any) -> None:
         # Prompts of 16 tokens and up to 28 behind them.
         assert 20 < line["context"] < 40
         assert line["peer_ms"] is line["aim_ms"] is None  # of other shapes and another machine
-    assert measured[-1] == 7
-    assert set(range(8)) <= set(measured)  # saved behind each
+    assert measured[-1] == 9
+    assert set(range(10)) <= set(measured)  # saved behind each
 
 
 def test_a_dry_run_times_the_forward_alone(dry_run: Any) -> None:
