@@ -55,17 +55,19 @@ class Against:
     provenance: dict[str, tuple[str, str]]
 
 
-def compare_runs(folder: Path) -> tuple[list[RenderableType], list[Path]]:
-    """Write `comparison.csv` and `comparison.tex` of the finished runs below a folder.
+def compare_runs(folder: Path, runs: Runs) -> tuple[list[RenderableType], list[Path]]:
+    """Write `comparison.csv` and `comparison.tex` of runs, all in one table.
+
+    Args:
+        folder: gets the files.
+        runs: those below it.
 
     Returns:
         The table to show, and the files.
 
     Raises:
-        ConfigError: there is no finished run.
         CapacityError: the folder cannot be written.
     """
-    runs = load(folder)
     summary = runs.summary()
     # An autoregressive arm is 1 by definition wherever there is another arm to show.
     drafting = summary.loc[summary["k"] > 0]

@@ -38,8 +38,12 @@ from specdec.log import setup_logging
 _NOT_LOSSLESS = ("different", "lossy")
 
 
-def build_overview(folder: Path) -> Path:
+def build_overview(folder: Path, runs: Runs | None = None) -> Path:
     """Write the overview of the finished runs at or below a folder.
+
+    Args:
+        folder: gets the overview.
+        runs: those below it, where they are loaded already.
 
     Returns:
         The path of `overview.html`.
@@ -48,7 +52,7 @@ def build_overview(folder: Path) -> Path:
         ConfigError: there is no finished run.
         CapacityError: the folder cannot be written.
     """
-    overview = make_overview(load(folder))
+    overview = make_overview(load(folder) if runs is None else runs)
     try:
         return _write_overview(overview, folder)
     except OSError as error:

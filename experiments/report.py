@@ -1,8 +1,9 @@
 """Rebuild reports from traces: `python -m experiments.report <folder> [--against <other>]`.
 
 In a run folder it writes `report.html` (one self-contained page), `plots/*.png`, `summary.csv`,
-`categories.csv` and `summary.tex`. In a folder of runs it writes `comparison.csv` and
-`comparison.tex`, all arms of all runs. With `--against` it compares the arms that both folders
+`categories.csv` and `summary.tex`. In a folder of runs, a sweep's for instance, it writes
+`comparison.csv` and `comparison.tex`, all arms of all runs, and the overview, as
+`python -m experiments.overview` does. With `--against` it compares the arms that both folders
 have, of two commits for instance, and writes `against.csv` and `against.tex` into the first. The
 formulas are in `specdec.metrics`.
 """
@@ -23,6 +24,7 @@ from rich.console import Console, RenderableType
 from experiments import latex, tables
 from experiments.comparison import compare_folders, compare_runs
 from experiments.model_plots import model_section
+from experiments.overview import build_overview
 from experiments.overview_data import without_metrics
 from experiments.plots import write_plots
 from experiments.tables import HtmlTable, flag_random_tokens, render_table
@@ -171,7 +173,9 @@ def _rebuild(folder: Path, against: Path | None) -> tuple[list[RenderableType], 
     if against is not None:
         return compare_folders(folder, against)
     if not is_run_folder(folder) and not (folder / "arms.json").is_file():
-        return compare_runs(folder)
+        runs = load(folder)
+        shown, paths = compare_runs(folder, runs)
+        return shown, [*paths, build_overview(folder, runs)]
     path = build_report(folder)
     return [*render_table(*read_tables(folder))], [path]
 
