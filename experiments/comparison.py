@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import latex
+from experiments.pages import cannot_write
 from experiments.tables import (
     RANDOM_NOTE,
     arm_label,
@@ -23,7 +24,7 @@ from experiments.tables import (
     verdict_text,
 )
 from specdec.analysis import Runs, load
-from specdec.errors import CapacityError, ConfigError
+from specdec.errors import ConfigError
 from specdec.metrics import compare_arms
 
 # Of a configuration, what an arm's own entry tells, or what does not change its numbers; devices
@@ -81,7 +82,7 @@ def compare_runs(folder: Path, runs: Runs) -> tuple[list[RenderableType], list[P
         summary.to_csv(paths[0], index=False)
         latex.write_summary(paths[1], shown, setting, name="name")
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     return [_comparison_table(shown)], paths
 
 
@@ -125,7 +126,7 @@ def compare_folders(folder: Path, other: Path) -> tuple[list[RenderableType], li
         _csv_table(found).to_csv(paths[0], index=False)
         _write_tex(paths[1], found)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     shown: list[RenderableType] = [_provenance_table(found.provenance)]
     shown += [Text(line, style="bold red") for line in found.warnings]
     shown.append(_against_table(found.lines))
@@ -329,10 +330,3 @@ def _write_tex(path: Path, found: Against) -> None:
     notes += [*latex.random_notes(found.lines), *found.warnings]
     caption = "This against the other; the same prompts are drawn for both."
     latex.write_table(path, headers, rows, (0,), caption, notes)
-
-
-def _cannot_write(folder: Path, error: OSError) -> CapacityError:
-    return CapacityError(
-        f"{folder} cannot be written ({error.strerror or error}); free some space or make it "
-        "writable, then run `python -m experiments.report` on it"
-    )

@@ -9,7 +9,6 @@ formulas are in `specdec.metrics`.
 """
 
 import argparse
-import inspect
 import json
 import logging
 import sys
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 from rich.console import Console, RenderableType
 
@@ -26,11 +24,11 @@ from experiments.comparison import compare_folders, compare_runs
 from experiments.model_plots import model_section
 from experiments.overview import build_overview
 from experiments.overview_data import without_metrics
+from experiments.pages import cannot_write, write_page
 from experiments.plots import write_plots
 from experiments.tables import HtmlTable, flag_random_tokens, render_table
-from specdec import metrics
 from specdec.analysis import Run, is_run_folder, load, load_run
-from specdec.errors import CapacityError, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.log import setup_logging
 from specdec.metrics import (
     compare_arms,
@@ -56,10 +54,7 @@ def build_report(folder: Path) -> Path:
     try:
         return _write_report(run, folder)
     except OSError as error:
-        raise CapacityError(
-            f"{folder} cannot be written ({error.strerror or error}); free some space or make it "
-            "writable, then run `python -m experiments.report` on it"
-        ) from error
+        raise cannot_write(folder, error) from error
 
 
 def _write_report(run: Run, folder: Path) -> Path:
@@ -72,18 +67,13 @@ def _write_report(run: Run, folder: Path) -> Path:
     categories.to_csv(folder / "categories.csv", index=False)
     latex.write_summary(folder / "summary.tex", summary, _setting(run.provenance))
     plots = write_plots(folder / "plots", summary, categories, positions, times)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
     def flagged(table: HtmlTable | None) -> HtmlTable | None:
         return None if table is None else flag_random_tokens(table, run.arms)
 
-    page = environment.get_template("report.html.j2").render(
+    return write_page(
+        folder / "report.html",
+        "report.html.j2",
         lead=tables.lead(summary),
         setting=_setting(run.provenance),
         baseline=summary["arm"][0],
@@ -96,16 +86,12 @@ def _write_report(run: Run, folder: Path) -> Path:
         lengths=flagged(tables.length_lines(run.arms)),
         idle=flagged(tables.idle_lines(idle, run.arms)),
         verdicts=flagged(tables.verdict_table(summary)),
-        formulas=inspect.cleandoc(metrics.__doc__ or ""),
         model=model_section(folder / "plots", without_metrics(load(folder, unfinished=True))),
         plots={plot.name: plot for plot in plots},
         timed_dtype=run.provenance.get("dtype", "the timed dtype"),
         provenance=list(_flatten(run.provenance)),
         config_text=run.config_text,
     )
-    path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _paired_table(run: Run, summary: pd.DataFrame) -> HtmlTable | None:
