@@ -23,7 +23,7 @@ from experiments.tables import (
     terminal_table,
     verdict_text,
 )
-from specdec.analysis import Runs, load
+from specdec.analysis import Runs
 from specdec.errors import ConfigError
 from specdec.metrics import compare_arms
 
@@ -34,8 +34,8 @@ _NOT_COMPARED += ("num_speculative_tokens", "engine.device", "engine.dtype", "ex
 _OF_ARM = ("k", "drafter_config", "draft_length_config")
 # What else than the code may change a number.
 _SURROUNDINGS = ("device", "dtype", "threads", "platform", "versions")
-_MEASURES = ("accepted_length", "tokens_per_s", "speedup")
-_FORMS = {"accepted_length": "{:.2f}", "tokens_per_s": "{:.1f}", "speedup": "{:.2f}x"}
+MEASURES = ("accepted_length", "tokens_per_s", "speedup")
+FORMS = {"accepted_length": "{:.2f}", "tokens_per_s": "{:.1f}", "speedup": "{:.2f}x"}
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Against:
     """What the runs of two folders have in common, and how that differs.
 
     Args:
-        lines: `arm`, `run`, `other_run`, `random_tokens`, then a line of
-            `specdec.metrics.compare_arms`: three lines an arm.
+        lines: `arm`, `name` (a label of its own, see `Runs.arms`), `run`, `other_run`,
+            `random_tokens`, then a line of `specdec.metrics.compare_arms`: three lines an arm.
         unmatched: why an arm of the first folder has no partner.
         warnings: what makes it no comparison of two commits alone.
         provenance: fact -> what it is in the first folder and in the other.
@@ -110,17 +110,19 @@ def _comparison_table(summary: pd.DataFrame) -> Table:
     return table
 
 
-def compare_folders(folder: Path, other: Path) -> tuple[list[RenderableType], list[Path]]:
-    """Compare the arms that two folders share; write `against.csv` and `against.tex` in the first.
+def write_against(folder: Path, found: Against) -> tuple[list[RenderableType], list[Path]]:
+    """Write `against.csv` and `against.tex` of a comparison.
+
+    Args:
+        folder: the first of the two; gets the files.
+        found: from `match_runs`.
 
     Returns:
         What to show, provenance and warnings first, and the files.
 
     Raises:
-        ConfigError: a folder has no finished run, or no arm is in both.
         CapacityError: the folder cannot be written.
     """
-    found = match_runs(load(folder), load(other))
     paths = [folder / "against.csv", folder / "against.tex"]
     try:
         _csv_table(found).to_csv(paths[0], index=False)
@@ -147,6 +149,7 @@ def match_runs(runs: Runs, others: Runs) -> Against:
     unmatched: list[str] = []
     matched: tuple[set[str], set[str]] = (set(), set())
     partners = _find_partners(runs, others)
+    labels = runs.arms.set_index(["run", "arm"])["name"]
     for run, entries in runs.entries.items():
         for entry in entries:
             name = entry["arm"]
@@ -158,7 +161,8 @@ def match_runs(runs: Runs, others: Runs) -> Against:
             matched[1].add(partner)
             table = compare_arms(runs.traces(run, name), others.traces(partner, name))
             flag = bool(entry.get("random_tokens", False))
-            first = {"arm": name, "run": run, "other_run": partner, "random_tokens": flag}
+            first = {"arm": name, "name": labels[run, name], "run": run, "other_run": partner}
+            first["random_tokens"] = flag
             frames.append(pd.concat([pd.DataFrame([first] * len(table)), table], axis=1))
     if not frames:
         raise ConfigError(
@@ -235,9 +239,12 @@ def _facts(provenance: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     facts: dict[str, dict[str, None]] = {}
     for made in provenance:
         for key, value in _flatten(made).items():
-            if key.partition(".")[0] in ("commit", "dirty", *_SURROUNDINGS):
+            if key.partition(".")[0] in ("commit", "dirty", "started", *_SURROUNDINGS):
                 facts.setdefault(key, {})[str(json.loads(value))] = None
-    return {key: ", ".join(values) for key, values in facts.items()}
+    told = {key: ", ".join(values) for key, values in facts.items()}
+    if len(started := sorted(facts.get("started", {}))) > 1:
+        told["started"] = f"{started[0]} to {started[-1]}"
+    return told
 
 
 def _warnings(provenance: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -273,7 +280,7 @@ def _provenance_table(provenance: Mapping[str, tuple[str, str]]) -> Table:
     table.add_column("this folder", overflow="fold")
     table.add_column("against", overflow="fold")
     for key, (one, other) in provenance.items():
-        style = None if one == other or key == "commit" else "bold red"
+        style = None if one == other or key in ("commit", "started") else "bold red"
         table.add_row(escape(key), escape(one), escape(other), style=style)
     return table
 
@@ -284,11 +291,11 @@ def _cells(lines: pd.DataFrame) -> list[tuple[Mapping[Any, Any], list[tuple[str,
     for _, table in lines.groupby(["run", "arm"], sort=False):
         rows = {row["measure"]: row for row in table.to_dict("records")}
         cells: list[tuple[str, str, bool]] = []
-        for measure in _MEASURES:
-            row, form = rows[measure], _FORMS[measure]
+        for measure in MEASURES:
+            row, form = rows[measure], FORMS[measure]
             values = f"{number_text(row['one'], form)} / {number_text(row['other'], form)}"
             cells.append((values, change_text(row), bool(row["differs"])))
-        found.append((rows[_MEASURES[0]], cells))
+        found.append((rows[MEASURES[0]], cells))
     return found
 
 

@@ -4,8 +4,9 @@ In a run folder it writes `report.html` (one self-contained page), `plots/*.png`
 `categories.csv` and `summary.tex`. In a folder of runs, a sweep's for instance, it writes
 `comparison.csv` and `comparison.tex`, all arms of all runs, and the overview, as
 `python -m experiments.overview` does. With `--against` it compares the arms that both folders
-have, of two commits for instance, and writes `against.csv` and `against.tex` into the first. The
-formulas are in `specdec.metrics`.
+have, of two commits for instance, and writes `against.html` (one self-contained page),
+`against/*.png`, `against.csv` and `against.tex` into the first. The formulas are in
+`specdec.metrics`.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import pandas as pd
 from rich.console import Console, RenderableType
 
 from experiments import latex, tables
-from experiments.comparison import compare_folders, compare_runs
+from experiments.against_page import write_against_page
+from experiments.comparison import compare_runs, match_runs, write_against
 from experiments.model_plots import model_section
 from experiments.overview import build_overview
 from experiments.overview_data import without_metrics
@@ -157,7 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rebuild(folder: Path, against: Path | None) -> tuple[list[RenderableType], list[Path]]:
     """Write what was asked for; return what to show and the files to name."""
     if against is not None:
-        return compare_folders(folder, against)
+        found = match_runs(load(folder), load(against))
+        shown, paths = write_against(folder, found)
+        return shown, [*paths, write_against_page(folder, against, found)]
     if not is_run_folder(folder) and not (folder / "arms.json").is_file():
         runs = load(folder)
         shown, paths = compare_runs(folder, runs)
