@@ -23,6 +23,7 @@ from experiments.figures import (
     say,
     write_plot,
 )
+from experiments.overview_data import num_values
 from experiments.pages import cannot_write, write_page
 from experiments.provenance import shown_path
 from experiments.tables import (
@@ -79,7 +80,7 @@ def write_against_page(folder: Path, other: Path, found: Against) -> Path:
 
 def _lead(lines: pd.DataFrame) -> str:
     """Return the result in a few sentences."""
-    count = lines["label"].nunique()
+    count = num_values(lines, "label")
     parts: list[str] = []
     for measure in MEASURES:
         shown = _of(lines, measure).loc[lambda own: own["differs"]]
@@ -95,8 +96,8 @@ def _lead(lines: pd.DataFrame) -> str:
 
 def _table(lines: pd.DataFrame) -> HtmlTable:
     """Return the changes, three lines an arm."""
-    runs = ["run"] if lines["run"].nunique() > 1 else []
-    if any(lines["run"] != lines["other_run"]):
+    runs = ["run"] if num_values(lines, "run") > 1 else []
+    if list(lines["run"]) != list(lines["other_run"]):
         runs = ["run", "other_run"]
     headers = ["Arm", "Measure", "This folder", "Against", "Difference or ratio", "Shown", "Drawn"]
     headers += ["Run", "Run of the other folder"][: len(runs)]
@@ -123,7 +124,7 @@ def _notes(lines: pd.DataFrame) -> list[str]:
         "Right of the dashed line this folder has more than the other, left of it less. Filled: "
         "the interval excludes no difference."
     ]
-    count = lines["label"].nunique()
+    count = num_values(lines, "label")
     if count > _MAX_ARMS:
         notes.append(f"The first {_MAX_ARMS} of {count} arms are drawn; the table has the rest.")
     return notes
