@@ -33,7 +33,7 @@ _NOT_COMPARED = ("tracker", "hydra", "equality", "drafter", "compare", "draft_le
 _NOT_COMPARED += ("num_speculative_tokens", "engine.device", "engine.dtype", "experiment", "debug")
 _OF_ARM = ("k", "drafter_config", "draft_length_config")
 # What else than the code may change a number.
-_SURROUNDINGS = ("device", "dtype", "threads", "platform", "versions")
+SURROUNDINGS = ("device", "dtype", "threads", "platform", "versions")
 MEASURES = ("accepted_length", "tokens_per_s", "speedup")
 FORMS = {"accepted_length": "{:.2f}", "tokens_per_s": "{:.1f}", "speedup": "{:.2f}x"}
 
@@ -200,11 +200,11 @@ def _candidates(
     runs: Runs, run: str, entry: Mapping[str, Any], others: Runs
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the other folder's runs with an arm of that name, and the settings that differ."""
-    own = _settings(runs.configs[run], entry)
+    own = arm_settings(runs.configs[run], entry)
     for other_run, entries in others.entries.items():
         for other in entries:
             if other["arm"] == entry["arm"]:
-                theirs = _settings(others.configs[other_run], other)
+                theirs = arm_settings(others.configs[other_run], other)
                 yield other_run, [k for k in own if k in theirs and own[k] != theirs[k]]
 
 
@@ -218,7 +218,7 @@ def _why_alone(runs: Runs, run: str, entry: Mapping[str, Any], others: Runs) -> 
     return f"the other folder's differs in {', '.join(nearest)}"
 
 
-def _settings(config: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def arm_settings(config: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted key -> value, as JSON, of all that must agree between two arms."""
     flat = _flatten(config)
     kept = {
@@ -239,7 +239,7 @@ def _facts(provenance: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     facts: dict[str, dict[str, None]] = {}
     for made in provenance:
         for key, value in _flatten(made).items():
-            if key.partition(".")[0] in ("commit", "dirty", "started", *_SURROUNDINGS):
+            if key.partition(".")[0] in ("commit", "dirty", "started", *SURROUNDINGS):
                 facts.setdefault(key, {})[str(json.loads(value))] = None
     told = {key: ", ".join(values) for key, values in facts.items()}
     if len(started := sorted(facts.get("started", {}))) > 1:
@@ -251,7 +251,7 @@ def _warnings(provenance: Mapping[str, tuple[str, str]]) -> list[str]:
     """Return what else than the commit may have changed the numbers."""
     warnings: list[str] = []
     for key, (one, other) in provenance.items():
-        if key.partition(".")[0] in _SURROUNDINGS and one != other:
+        if key.partition(".")[0] in SURROUNDINGS and one != other:
             warnings.append(f"NO COMPARISON OF COMMITS ALONE: {key} is {one}, against {other}")
     if "True" in "".join(provenance.get("dirty", ())):
         warnings.append("UNCOMMITTED CHANGES: a commit does not tell all of the code")

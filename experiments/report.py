@@ -19,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from experiments import latex, tables
 from experiments.against_page import write_against_page
@@ -27,6 +28,7 @@ from experiments.model_plots import model_section
 from experiments.overview import build_overview
 from experiments.overview_data import without_metrics
 from experiments.pages import cannot_write, write_page
+from experiments.phase_event_costs import phase_event_lines
 from experiments.plots import write_plots
 from experiments.tables import HtmlTable, flag_random_tokens, render_table
 from specdec.analysis import Run, is_run_folder, load, load_run
@@ -70,6 +72,8 @@ def _write_report(run: Run, folder: Path) -> Path:
     latex.write_summary(folder / "summary.tex", summary, _setting(run.provenance))
     plots = write_plots(folder / "plots", summary, categories, positions, times)
 
+    runs = load(folder, unfinished=True)
+
     def flagged(table: HtmlTable | None) -> HtmlTable | None:
         return None if table is None else flag_random_tokens(table, run.arms)
 
@@ -84,11 +88,12 @@ def _write_report(run: Run, folder: Path) -> Path:
         categories=[flagged(table) for table in tables.category_tables(categories)],
         positions=flagged(tables.position_lines(positions)),
         times=flagged(tables.time_lines(times)),
+        phase_events=phase_event_lines(runs),
         launches=flagged(tables.launch_lines(run.arms)),
         lengths=flagged(tables.length_lines(run.arms)),
         idle=flagged(tables.idle_lines(idle, run.arms)),
         verdicts=flagged(tables.verdict_table(summary)),
-        model=model_section(folder / "plots", without_metrics(load(folder, unfinished=True))),
+        model=model_section(folder / "plots", without_metrics(runs)),
         plots={plot.name: plot for plot in plots},
         timed_dtype=run.provenance.get("dtype", "the timed dtype"),
         provenance=list(_flatten(run.provenance)),
@@ -165,6 +170,7 @@ def _rebuild(folder: Path, against: Path | None) -> tuple[list[RenderableType], 
     if not is_run_folder(folder) and not (folder / "arms.json").is_file():
         runs = load(folder)
         shown, paths = compare_runs(folder, runs)
+        shown += [Text(line) for line in phase_event_lines(runs)]
         return shown, [*paths, build_overview(folder, runs)]
     path = build_report(folder)
     return [*render_table(*read_tables(folder))], [path]
