@@ -142,15 +142,25 @@ def test_arms_of_older_traces_have_no_partner(tmp_path: Path) -> None:
 def test_runs_that_differ_in_phase_events_alone_are_partners(tmp_path: Path) -> None:
     write_alone(tmp_path / "a", events=False)
     write_alone(tmp_path / "b", events=True)
-    for name, options in (
-        ("c", {"batch_size": 4}),
-        ("d", {"provenance": {"commit": "89abcdef" * 5}}),
-        ("e", {"provenance": {"threads": 8}}),
-    ):
-        write_alone(tmp_path / name, events=True, **options)
     runs = load(tmp_path)
     assert list(find_pairs(runs)) == [(("b", arm), ("a", arm)) for arm in ("none", PLAIN)]
     assert [line.partition(" by ")[2][:6] for line in phase_event_lines(runs)] == ["+0.0% "] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4},
+        {"provenance": {"commit": "89abcdef" * 5}},
+        {"provenance": {"dirty": True}},
+        {"provenance": {"threads": 8}},
+        {"provenance": {"versions": {"python": "3.11.9", "torch": "2.12.0"}}},
+    ],
+)
+def test_runs_that_differ_in_more_are_no_partners(tmp_path: Path, options: dict[str, Any]) -> None:
+    write_alone(tmp_path / "a", events=False)
+    write_alone(tmp_path / "b", events=True, **options)
+    assert list(find_pairs(load(tmp_path))) == []
 
 
 def test_a_partner_of_the_same_run_comes_first_and_none_is_taken_twice(tmp_path: Path) -> None:
