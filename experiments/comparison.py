@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import latex
+from experiments.pages import cannot_write
 from experiments.tables import (
     RANDOM_NOTE,
     arm_label,
@@ -22,8 +23,8 @@ from experiments.tables import (
     terminal_table,
     verdict_text,
 )
-from specdec.analysis import Runs, load
-from specdec.errors import CapacityError, ConfigError
+from specdec.analysis import Runs
+from specdec.errors import ConfigError
 from specdec.metrics import compare_arms
 
 # Of a configuration, what an arm's own entry tells, or what does not change its numbers; devices
@@ -32,9 +33,9 @@ _NOT_COMPARED = ("tracker", "hydra", "equality", "drafter", "compare", "draft_le
 _NOT_COMPARED += ("num_speculative_tokens", "engine.device", "engine.dtype", "experiment", "debug")
 _OF_ARM = ("k", "drafter_config", "draft_length_config")
 # What else than the code may change a number.
-_SURROUNDINGS = ("device", "dtype", "threads", "platform", "versions")
-_MEASURES = ("accepted_length", "tokens_per_s", "speedup")
-_FORMS = {"accepted_length": "{:.2f}", "tokens_per_s": "{:.1f}", "speedup": "{:.2f}x"}
+SURROUNDINGS = ("device", "dtype", "threads", "platform", "versions")
+MEASURES = ("accepted_length", "tokens_per_s", "speedup")
+FORMS = {"accepted_length": "{:.2f}", "tokens_per_s": "{:.1f}", "speedup": "{:.2f}x"}
 
 
 @dataclass
@@ -42,8 +43,8 @@ class Against:
     """What the runs of two folders have in common, and how that differs.
 
     Args:
-        lines: `arm`, `run`, `other_run`, `random_tokens`, then a line of
-            `specdec.metrics.compare_arms`: three lines an arm.
+        lines: `arm`, `name` (a label of its own, see `Runs.arms`), `run`, `other_run`,
+            `random_tokens`, then a line of `specdec.metrics.compare_arms`: three lines an arm.
         unmatched: why an arm of the first folder has no partner.
         warnings: what makes it no comparison of two commits alone.
         provenance: fact -> what it is in the first folder and in the other.
@@ -55,17 +56,19 @@ class Against:
     provenance: dict[str, tuple[str, str]]
 
 
-def compare_runs(folder: Path) -> tuple[list[RenderableType], list[Path]]:
-    """Write `comparison.csv` and `comparison.tex` of the finished runs below a folder.
+def compare_runs(folder: Path, runs: Runs) -> tuple[list[RenderableType], list[Path]]:
+    """Write `comparison.csv` and `comparison.tex` of runs, all in one table.
+
+    Args:
+        folder: gets the files.
+        runs: those below it.
 
     Returns:
         The table to show, and the files.
 
     Raises:
-        ConfigError: there is no finished run.
         CapacityError: the folder cannot be written.
     """
-    runs = load(folder)
     summary = runs.summary()
     # An autoregressive arm is 1 by definition wherever there is another arm to show.
     drafting = summary.loc[summary["k"] > 0]
@@ -79,7 +82,7 @@ def compare_runs(folder: Path) -> tuple[list[RenderableType], list[Path]]:
         summary.to_csv(paths[0], index=False)
         latex.write_summary(paths[1], shown, setting, name="name")
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     return [_comparison_table(shown)], paths
 
 
@@ -107,23 +110,25 @@ def _comparison_table(summary: pd.DataFrame) -> Table:
     return table
 
 
-def compare_folders(folder: Path, other: Path) -> tuple[list[RenderableType], list[Path]]:
-    """Compare the arms that two folders share; write `against.csv` and `against.tex` in the first.
+def write_against(folder: Path, found: Against) -> tuple[list[RenderableType], list[Path]]:
+    """Write `against.csv` and `against.tex` of a comparison.
+
+    Args:
+        folder: the first of the two; gets the files.
+        found: from `match_runs`.
 
     Returns:
         What to show, provenance and warnings first, and the files.
 
     Raises:
-        ConfigError: a folder has no finished run, or no arm is in both.
         CapacityError: the folder cannot be written.
     """
-    found = match_runs(load(folder), load(other))
     paths = [folder / "against.csv", folder / "against.tex"]
     try:
         _csv_table(found).to_csv(paths[0], index=False)
         _write_tex(paths[1], found)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     shown: list[RenderableType] = [_provenance_table(found.provenance)]
     shown += [Text(line, style="bold red") for line in found.warnings]
     shown.append(_against_table(found.lines))
@@ -144,6 +149,7 @@ def match_runs(runs: Runs, others: Runs) -> Against:
     unmatched: list[str] = []
     matched: tuple[set[str], set[str]] = (set(), set())
     partners = _find_partners(runs, others)
+    labels = runs.arms.set_index(["run", "arm"])["name"]
     for run, entries in runs.entries.items():
         for entry in entries:
             name = entry["arm"]
@@ -155,7 +161,8 @@ def match_runs(runs: Runs, others: Runs) -> Against:
             matched[1].add(partner)
             table = compare_arms(runs.traces(run, name), others.traces(partner, name))
             flag = bool(entry.get("random_tokens", False))
-            first = {"arm": name, "run": run, "other_run": partner, "random_tokens": flag}
+            first = {"arm": name, "name": labels[run, name], "run": run, "other_run": partner}
+            first["random_tokens"] = flag
             frames.append(pd.concat([pd.DataFrame([first] * len(table)), table], axis=1))
     if not frames:
         raise ConfigError(
@@ -193,11 +200,11 @@ def _candidates(
     runs: Runs, run: str, entry: Mapping[str, Any], others: Runs
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the other folder's runs with an arm of that name, and the settings that differ."""
-    own = _settings(runs.configs[run], entry)
+    own = arm_settings(runs.configs[run], entry)
     for other_run, entries in others.entries.items():
         for other in entries:
             if other["arm"] == entry["arm"]:
-                theirs = _settings(others.configs[other_run], other)
+                theirs = arm_settings(others.configs[other_run], other)
                 yield other_run, [k for k in own if k in theirs and own[k] != theirs[k]]
 
 
@@ -211,7 +218,7 @@ def _why_alone(runs: Runs, run: str, entry: Mapping[str, Any], others: Runs) -> 
     return f"the other folder's differs in {', '.join(nearest)}"
 
 
-def _settings(config: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def arm_settings(config: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted key -> value, as JSON, of all that must agree between two arms."""
     flat = _flatten(config)
     kept = {
@@ -232,16 +239,19 @@ def _facts(provenance: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     facts: dict[str, dict[str, None]] = {}
     for made in provenance:
         for key, value in _flatten(made).items():
-            if key.partition(".")[0] in ("commit", "dirty", *_SURROUNDINGS):
+            if key.partition(".")[0] in ("commit", "dirty", "started", *SURROUNDINGS):
                 facts.setdefault(key, {})[str(json.loads(value))] = None
-    return {key: ", ".join(values) for key, values in facts.items()}
+    told = {key: ", ".join(values) for key, values in facts.items()}
+    if len(started := sorted(facts.get("started", {}))) > 1:
+        told["started"] = f"{started[0]} to {started[-1]}"
+    return told
 
 
 def _warnings(provenance: Mapping[str, tuple[str, str]]) -> list[str]:
     """Return what else than the commit may have changed the numbers."""
     warnings: list[str] = []
     for key, (one, other) in provenance.items():
-        if key.partition(".")[0] in _SURROUNDINGS and one != other:
+        if key.partition(".")[0] in SURROUNDINGS and one != other:
             warnings.append(f"NO COMPARISON OF COMMITS ALONE: {key} is {one}, against {other}")
     if "True" in "".join(provenance.get("dirty", ())):
         warnings.append("UNCOMMITTED CHANGES: a commit does not tell all of the code")
@@ -270,7 +280,7 @@ def _provenance_table(provenance: Mapping[str, tuple[str, str]]) -> Table:
     table.add_column("this folder", overflow="fold")
     table.add_column("against", overflow="fold")
     for key, (one, other) in provenance.items():
-        style = None if one == other or key == "commit" else "bold red"
+        style = None if one == other or key in ("commit", "started") else "bold red"
         table.add_row(escape(key), escape(one), escape(other), style=style)
     return table
 
@@ -281,11 +291,11 @@ def _cells(lines: pd.DataFrame) -> list[tuple[Mapping[Any, Any], list[tuple[str,
     for _, table in lines.groupby(["run", "arm"], sort=False):
         rows = {row["measure"]: row for row in table.to_dict("records")}
         cells: list[tuple[str, str, bool]] = []
-        for measure in _MEASURES:
-            row, form = rows[measure], _FORMS[measure]
+        for measure in MEASURES:
+            row, form = rows[measure], FORMS[measure]
             values = f"{number_text(row['one'], form)} / {number_text(row['other'], form)}"
             cells.append((values, change_text(row), bool(row["differs"])))
-        found.append((rows[_MEASURES[0]], cells))
+        found.append((rows[MEASURES[0]], cells))
     return found
 
 
@@ -327,10 +337,3 @@ def _write_tex(path: Path, found: Against) -> None:
     notes += [*latex.random_notes(found.lines), *found.warnings]
     caption = "This against the other; the same prompts are drawn for both."
     latex.write_table(path, headers, rows, (0,), caption, notes)
-
-
-def _cannot_write(folder: Path, error: OSError) -> CapacityError:
-    return CapacityError(
-        f"{folder} cannot be written ({error.strerror or error}); free some space or make it "
-        "writable, then run `python -m experiments.report` on it"
-    )

@@ -55,9 +55,14 @@ def new_figure(height_in: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
 
 def name_places(axes: Axes, names: Sequence[str]) -> None:
     """Label horizontal bars, the first one on top; a long name takes several lines."""
-    axes.set_yticks(range(len(names)), [textwrap.fill(name, 16) for name in names])
+    axes.set_yticks(range(len(names)), [place_label(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
+
+
+def place_label(name: str) -> str:
+    """Return a name in lines that fit beside horizontal bars."""
+    return textwrap.fill(name, 16)
 
 
 def legend_columns(names: Sequence[str]) -> int:

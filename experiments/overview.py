@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 
 from experiments.model_plots import model_section
@@ -23,6 +22,7 @@ from experiments.overview_data import (
     make_overview,
 )
 from experiments.overview_plots import write_sections
+from experiments.pages import cannot_write, write_page
 from experiments.tables import (
     HtmlTable,
     arm_label,
@@ -32,14 +32,18 @@ from experiments.tables import (
     verdict_text,
 )
 from specdec.analysis import Runs, load
-from specdec.errors import CapacityError, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.log import setup_logging
 
 _NOT_LOSSLESS = ("different", "lossy")
 
 
-def build_overview(folder: Path) -> Path:
+def build_overview(folder: Path, runs: Runs | None = None) -> Path:
     """Write the overview of the finished runs at or below a folder.
+
+    Args:
+        folder: gets the overview.
+        runs: those below it, where they are loaded already.
 
     Returns:
         The path of `overview.html`.
@@ -48,14 +52,11 @@ def build_overview(folder: Path) -> Path:
         ConfigError: there is no finished run.
         CapacityError: the folder cannot be written.
     """
-    overview = make_overview(load(folder))
+    overview = make_overview(load(folder) if runs is None else runs)
     try:
         return _write_overview(overview, folder)
     except OSError as error:
-        raise CapacityError(
-            f"{folder} cannot be written ({error.strerror or error}); free some space or make it "
-            "writable, then run `python -m experiments.overview` on it"
-        ) from error
+        raise cannot_write(folder, error, "experiments.overview") from error
 
 
 def _write_overview(overview: Overview, folder: Path) -> Path:
@@ -64,14 +65,9 @@ def _write_overview(overview: Overview, folder: Path) -> Path:
     for old in images.glob("*.png"):  # of a sweep that has grown since: its panels may be others
         old.unlink()
     sections = [*write_sections(images, overview), model_section(images, overview)]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("overview.html.j2").render(
+    return write_page(
+        folder / "overview.html",
+        "overview.html.j2",
         num_runs=len(overview.runs.entries),
         lead=_lead(overview),
         setting=_setting(overview),
@@ -82,9 +78,6 @@ def _write_overview(overview: Overview, folder: Path) -> Path:
         provenance=_provenance(overview.runs),
         runs=_runs_table(overview.runs),
     )
-    path = folder / "overview.html"
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _lead(overview: Overview) -> str:

@@ -29,6 +29,7 @@ from experiments.figures import (
     write_plot,
 )
 from experiments.overview_data import AUTOREGRESSIVE, Overview, best_arms, num_values, panels
+from experiments.phase_event_costs import phase_event_lines
 from experiments.plots import draw_categories, draw_positions, draw_time_split
 from experiments.tables import HtmlTable
 
@@ -278,6 +279,7 @@ def _time_split(folder: Path, overview: Overview) -> Section:
         section.notes.append("Left out: no arm has a decode step.")
         return section
     section.notes.append("Of each drafter the fastest arm is drawn, and an autoregressive arm.")
+    section.notes += phase_event_lines(overview.runs)
 
     def draw(rows: pd.DataFrame) -> tuple[Figure, str]:
         labels = rows["series"].where(

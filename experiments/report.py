@@ -1,14 +1,15 @@
 """Rebuild reports from traces: `python -m experiments.report <folder> [--against <other>]`.
 
 In a run folder it writes `report.html` (one self-contained page), `plots/*.png`, `summary.csv`,
-`categories.csv` and `summary.tex`. In a folder of runs it writes `comparison.csv` and
-`comparison.tex`, all arms of all runs. With `--against` it compares the arms that both folders
-have, of two commits for instance, and writes `against.csv` and `against.tex` into the first. The
-formulas are in `specdec.metrics`.
+`categories.csv` and `summary.tex`. In a folder of runs, a sweep's for instance, it writes
+`comparison.csv` and `comparison.tex`, all arms of all runs, and the overview, as
+`python -m experiments.overview` does. With `--against` it compares the arms that both folders
+have, of two commits for instance, and writes `against.html` (one self-contained page),
+`against/*.png`, `against.csv` and `against.tex` into the first. The formulas are in
+`specdec.metrics`.
 """
 
 import argparse
-import inspect
 import json
 import logging
 import sys
@@ -16,19 +17,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from experiments import latex, tables
-from experiments.comparison import compare_folders, compare_runs
+from experiments.against_page import write_against_page
+from experiments.comparison import compare_runs, match_runs, write_against
 from experiments.model_plots import model_section
+from experiments.overview import build_overview
 from experiments.overview_data import without_metrics
+from experiments.pages import cannot_write, write_page
+from experiments.phase_event_costs import phase_event_lines
 from experiments.plots import write_plots
 from experiments.tables import HtmlTable, flag_random_tokens, render_table
-from specdec import metrics
 from specdec.analysis import Run, is_run_folder, load, load_run
-from specdec.errors import CapacityError, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.log import setup_logging
 from specdec.metrics import (
     compare_arms,
@@ -54,10 +58,7 @@ def build_report(folder: Path) -> Path:
     try:
         return _write_report(run, folder)
     except OSError as error:
-        raise CapacityError(
-            f"{folder} cannot be written ({error.strerror or error}); free some space or make it "
-            "writable, then run `python -m experiments.report` on it"
-        ) from error
+        raise cannot_write(folder, error) from error
 
 
 def _write_report(run: Run, folder: Path) -> Path:
@@ -70,18 +71,15 @@ def _write_report(run: Run, folder: Path) -> Path:
     categories.to_csv(folder / "categories.csv", index=False)
     latex.write_summary(folder / "summary.tex", summary, _setting(run.provenance))
     plots = write_plots(folder / "plots", summary, categories, positions, times)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+
+    runs = load(folder, unfinished=True)
 
     def flagged(table: HtmlTable | None) -> HtmlTable | None:
         return None if table is None else flag_random_tokens(table, run.arms)
 
-    page = environment.get_template("report.html.j2").render(
+    return write_page(
+        folder / "report.html",
+        "report.html.j2",
         lead=tables.lead(summary),
         setting=_setting(run.provenance),
         baseline=summary["arm"][0],
@@ -90,20 +88,17 @@ def _write_report(run: Run, folder: Path) -> Path:
         categories=[flagged(table) for table in tables.category_tables(categories)],
         positions=flagged(tables.position_lines(positions)),
         times=flagged(tables.time_lines(times)),
+        phase_events=phase_event_lines(runs),
         launches=flagged(tables.launch_lines(run.arms)),
         lengths=flagged(tables.length_lines(run.arms)),
         idle=flagged(tables.idle_lines(idle, run.arms)),
         verdicts=flagged(tables.verdict_table(summary)),
-        formulas=inspect.cleandoc(metrics.__doc__ or ""),
-        model=model_section(folder / "plots", without_metrics(load(folder, unfinished=True))),
+        model=model_section(folder / "plots", without_metrics(runs)),
         plots={plot.name: plot for plot in plots},
         timed_dtype=run.provenance.get("dtype", "the timed dtype"),
         provenance=list(_flatten(run.provenance)),
         config_text=run.config_text,
     )
-    path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _paired_table(run: Run, summary: pd.DataFrame) -> HtmlTable | None:
@@ -169,9 +164,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rebuild(folder: Path, against: Path | None) -> tuple[list[RenderableType], list[Path]]:
     """Write what was asked for; return what to show and the files to name."""
     if against is not None:
-        return compare_folders(folder, against)
+        found = match_runs(load(folder), load(against))
+        shown, paths = write_against(folder, found)
+        return shown, [*paths, write_against_page(folder, against, found)]
     if not is_run_folder(folder) and not (folder / "arms.json").is_file():
-        return compare_runs(folder)
+        runs = load(folder)
+        shown, paths = compare_runs(folder, runs)
+        shown += [Text(line) for line in phase_event_lines(runs)]
+        return shown, [*paths, build_overview(folder, runs)]
     path = build_report(folder)
     return [*render_table(*read_tables(folder))], [path]
 

@@ -336,7 +336,7 @@ def paired_lines(changes: Mapping[str, pd.DataFrame], other: str) -> HtmlTable |
     for arm, table in changes.items():
         lines = {line["measure"]: line for line in table.to_dict("records")}
         length, speed = lines["accepted_length"], lines["tokens_per_s"]
-        cells = [change_text(length), _shown(length), change_text(speed), _shown(speed)]
+        cells = [change_text(length), shown_text(length), change_text(speed), shown_text(speed)]
         rows.append([arm, *cells, str(length["num_units"])])
     caption = (
         f"Each arm against {other}, the fastest that keeps the output; the interval draws the same "
@@ -353,7 +353,8 @@ def change_text(line: Mapping[Any, Any]) -> str:
     )
 
 
-def _shown(line: Mapping[Any, Any]) -> str:
+def shown_text(line: Mapping[Any, Any]) -> str:
+    """Return whether a line of a comparison shows a difference."""
     return "yes" if line["differs"] else "no"
 
 

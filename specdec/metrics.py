@@ -52,6 +52,10 @@ Ratio of tokens/s, ratio of speed-ups
     arms ran the same prompts. Where both ran them in the same groups, a block is a group. Each
     speed-up is against the autoregressive arm of the arm's own run, so that two runs on machines
     of different speed can be compared by it.
+Cost of phase events
+    milliseconds per decode step of an arm with them / those of the arm that differs from it in
+    nothing else - 1, over blocks. The wall time of a step, `step_ms`: on a GPU an arm with phase
+    events has one step in flight, so what that costs is in it.
 The arms *differ* where the interval excludes 0 (a ratio's: 1). Each interval stands alone: of
 twenty comparisons of equal arms, one is expected to differ.
 
@@ -80,6 +84,7 @@ from specdec.units import (
     counted,
     paired_lengths,
     paired_speeds,
+    paired_steps,
     prompts_of,
     sums_by,
     undrafted,
@@ -359,6 +364,32 @@ def compare_arms(one: ArmTraces, other: ArmTraces) -> pd.DataFrame:
         line |= {"differs": result.low > none or result.high < none, "num_units": len(sums)}
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def compare_steps(
+    one: ArmTraces, other: ArmTraces, steps: tuple[pd.DataFrame, pd.DataFrame]
+) -> dict[str, float]:
+    """Return by how much longer an arm's decode steps take than another's, as a share.
+
+    Args:
+        one, other: as for `compare_arms`.
+        steps: of each its rows of the step trace.
+
+    Returns:
+        `one` and `other` (ms per decode step over what both ran), the share as `value` with `low`
+        and `high`, and `num_units` (blocks).
+    """
+    decode = [decode_steps(arm.requests, own) for arm, own in zip((one, other), steps, strict=True)]
+    sums = paired_steps(one, other, (decode[0], decode[1]))
+    if not len(sums):
+        return dict.fromkeys(("one", "other", "value", "low", "high"), np.nan) | {"num_units": 0}
+    result = estimate(sums, lambda s: ratio(*_two_steps(s)) - 1)
+    both = [float(v[0]) for v in _two_steps(sums.sum(axis=0, keepdims=True))]
+    return {"one": both[0], "other": both[1], **result._asdict(), "num_units": len(sums)}
+
+
+def _two_steps(sums: Array) -> tuple[Array, Array]:
+    return ratio(sums[:, 0], sums[:, 1]), ratio(sums[:, 2], sums[:, 3])
 
 
 def _two_lengths(sums: Array) -> tuple[Array, Array]:

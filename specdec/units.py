@@ -83,6 +83,31 @@ def paired_speeds(one: ArmTraces, other: ArmTraces) -> Array:
     return np.hstack(sums)
 
 
+def paired_steps(
+    one: ArmTraces, other: ArmTraces, steps: tuple[pd.DataFrame, pd.DataFrame]
+) -> Array:
+    """Return [num_blocks, 4] float64: ms and number of steps of `one`, then of `other`.
+
+    Blocks are those of `paired_speeds`.
+
+    Args:
+        one, other: two arms.
+        steps: of each the rows of its step trace that count.
+    """
+    columns = ["step_ms", "num_steps"]
+    sums: list[Array] = []
+    for arm, own, blocks in zip((one, other), steps, _blocks(one, other), strict=True):
+        groups = _groups_of_prompts(arm)
+        pairs = zip(arm.requests["step"], prompts_of(arm.requests), strict=True)
+        placed = {step: blocks.get(groups.get(prompt, -1), -1) for step, prompt in pairs}
+        counting = own.assign(num_steps=1, block=[placed.get(step, -1) for step in own["step"]])
+        # A block without any such step is a unit that adds nothing.
+        blank = pd.DataFrame({"block": list(set(blocks.values())), "step_ms": 0.0, "num_steps": 0})
+        whole = pd.concat([blank, counting.loc[counting["block"] >= 0, list(blank)]])
+        sums.append(sums_by(whole, "block", columns))
+    return np.hstack(sums)
+
+
 def _blocks(one: ArmTraces, other: ArmTraces) -> list[dict[int, int]]:
     """Return group -> block of the two arms; a group that is in no block is left out.
 

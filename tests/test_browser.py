@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from experiments.overview import build_overview
-from experiments.report import build_report
+from experiments.report import build_report, main
 from tests.run_folders import DRAFTS, write_run
 
 pytestmark = pytest.mark.browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SIZES = {"laptop": (1280, 900), "phone": (390, 844)}
+# page -> how many figures and tables it has at least
+PARTS = {"report": (5, 4), "overview": (5, 4), "against": (3, 2)}
 SMALLEST_LETTERS = 11  # pixels, on the phone
 
 # Text that is seen, by the size of its letters: of every element with text of its own.
@@ -36,8 +38,9 @@ _IMAGES = """() => [...document.images]
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write the report of a run, and the overview of several, with all that a page may say."""
-    folder = tmp_path_factory.mktemp("sweep")
+    """Write the report of a run, the overview of several, and these against those of an older
+    commit, with all that a page may say."""
+    folder, older = tmp_path_factory.mktemp("sweep"), tmp_path_factory.mktemp("older")
     for batch_size in (1, 4):
         for temperature in (0.0, 0.8):
             drafts = [(name, k, chance - temperature / 4) for name, k, chance in DRAFTS]
@@ -52,7 +55,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 arm_extra=extra,
                 provenance=made,
             )
-    return {"overview": build_overview(folder), "report": build_report(folder / name)}
+            if batch_size == 1 or not temperature:
+                write_run(
+                    older / name,
+                    drafts=[(*drafts[0][:2], 0.9), *drafts[1:]],
+                    batch_size=batch_size,
+                    temperature=temperature,
+                    provenance={"commit": "89abcdef" * 5, "threads": 8},
+                )
+    assert main([str(folder), "--against", str(older)]) == 0
+    return {
+        "overview": build_overview(folder),
+        "report": build_report(folder / name),
+        "against": folder / "against.html",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +96,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=("report", "overview"))
+@pytest.fixture(params=PARTS)
 def shown(
     request: pytest.FixtureRequest,
     device: str,
@@ -105,9 +121,13 @@ def shown(
     context.close()
 
 
+def parts_of(shown: Any) -> tuple[int, int]:
+    return PARTS[Path(shown.url).stem]
+
+
 def test_every_figure_is_there(shown: Any) -> None:
     images = shown.evaluate(_IMAGES)
-    assert len(images) >= 5
+    assert len(images) >= parts_of(shown)[0]
     for alt, natural_width, width in images:
         assert natural_width > 0, alt
         assert width > 300, alt
@@ -133,7 +153,7 @@ def test_wide_tables_scroll_in_their_box(shown: Any, device: str) -> None:
                   box ? getComputedStyle(box).overflowX : "none"];
         })"""
     )
-    assert len(boxes) >= 4
+    assert len(boxes) >= parts_of(shown)[1]
     assert all(overflow == "auto" for _, _, overflow in boxes)
     if device == "phone":
         assert any(table > box for table, box, _ in boxes)

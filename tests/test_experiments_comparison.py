@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import latex, report, tables
+from experiments import figures, latex, report, tables
 from experiments.comparison import match_runs
+from experiments.overview import build_overview
 from experiments.tables import RANDOM_FLAG, RANDOM_NOTE
 from specdec.analysis import load
 from specdec.errors import ConfigError
@@ -37,6 +39,14 @@ def scale_times(folder: Path, factor: float, arms: tuple[str, ...]) -> None:
 
 def called(*arguments: Path | str) -> int:
     return report.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse_images() -> Iterator[None]:
+    """Draw quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "DPI", 40)
+        yield
 
 
 @pytest.fixture
@@ -66,6 +76,35 @@ def test_runs_are_put_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture
     assert RANDOM_FLAG not in shown.out + tex
 
 
+def test_the_overview_of_runs_is_rebuilt_too(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_finished(pair[0] / "killed", duration_s=None)
+    assert called(pair[0]) == 0
+    out = capsys.readouterr().out.splitlines()
+    names = ("comparison.csv", "comparison.tex", "overview.html")
+    assert out[-3:] == [f"report: {pair[0] / name}" for name in names]
+    assert caplog.text.count("left out 1 of 3 runs") == 1  # the folder is read once
+    page = (pair[0] / "overview.html").read_bytes()
+    pictures = {path.name for path in (pair[0] / "overview").glob("*.png")}
+    assert pictures
+    # The very page of `python -m experiments.overview`.
+    shutil.rmtree(pair[0] / "overview")
+    (pair[0] / "overview.html").unlink()
+    assert build_overview(pair[0]).read_bytes() == page
+    assert {path.name for path in (pair[0] / "overview").glob("*.png")} == pictures
+
+
+def test_an_overview_that_cannot_be_written_is_told_in_one_sentence(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pair[0] / "overview").write_text("in the way")
+    assert called(pair[0]) == 1
+    message = capsys.readouterr().err
+    assert "cannot be written" in message
+    assert message.count("\n") == 1
+
+
 def test_a_folder_without_runs_is_told_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +112,7 @@ def test_a_folder_without_runs_is_told_in_one_sentence(
     message = capsys.readouterr().err
     assert "holds no finished run" in message
     assert message.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_equal_runs_of_two_commits_do_not_differ(

@@ -121,6 +121,8 @@ def test_an_arm_with_events_stands_beside_the_one_without(tmp_path: Path) -> Non
     assert set(launches.loc[launches["target_ms"].notna(), "arm"]) == {"ngram K=4 events"}
     accepted = requests.groupby("arm")["num_accepted"].sum()
     assert accepted["ngram K=4 events"] == accepted["ngram K=4"]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Phase events change the time of a decode step of ngram K=4 events by" in page
 
 
 def test_a_wrong_flag_is_refused() -> None:
