@@ -11,6 +11,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     PreTrainedModel,
@@ -224,6 +226,27 @@ def test_equal_parts_that_are_put_together_otherwise_run_unfused(dtype: torch.dt
     assert ours.fused is None
     assert "its parts match, but its logits would differ" in str(ours.unfused_reason)
     assert relative(our_logits(ours, ids)[0], expected) < (1e-4 if dtype == F32 else 5e-2)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_is_done_to_far_positions_alone_is_not_fused_away(dtype: torch.dtype) -> None:
+    # Its queries grow from position 64 on, which no text of a few tokens shows.
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 1.0}
+    rope["original_max_position_embeddings"] = 64
+    config = Ministral3Config(**{**SIZES, "head_dim": 16}, rope_parameters=rope)
+    model: Any = randomized(lambda: Ministral3ForCausalLM(config))
+    ids = token_ids(100)
+    ours = HFModel(copy.deepcopy(model).to(dtype))
+    assert "its logits would differ" in str(ours.unfused_reason)
+    error = relative(our_logits(ours, ids)[0], reference_logits(model, ids))
+    assert error < (1e-4 if dtype == F32 else 5e-2)
+
+
+def test_window_that_llama_ignores_is_ignored() -> None:
+    model, ids = tiny_model("llama", sliding_window=8), token_ids()
+    fused = HFModel(copy.deepcopy(model))
+    assert fused.unfused_reason is None
+    assert relative(our_logits(fused, ids)[0], reference_logits(model, ids)) < 2e-6
 
 
 def test_weights_are_joined_in_place() -> None:

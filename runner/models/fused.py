@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from runner.attention import ATTENTION_BACKENDS
 from runner.attention_metadata import AttentionMetadata
@@ -60,9 +61,7 @@ class FusedAttention:
         )
         self.turns, self.layer_idx = turns, attention.layer_idx
         self.scaling: float = attention.scaling
-        # Modules that say nothing of a window read it from the configuration.
-        configured = getattr(attention.config, "sliding_window", None)
-        self.window: int | None = getattr(attention, "sliding_window", configured)
+        self.window = _window(attention)
         self.norms = None
         if hasattr(attention, "q_norm"):
             query, key = as_norm(attention.q_norm), as_norm(attention.k_norm)
@@ -210,6 +209,13 @@ class FusedDecoder:
             first = kept_layers.index(layer)
             if first < column:
                 _column(kept, column, width).copy_(_column(kept, first, width))
+
+
+def _window(attention: Any) -> int | None:
+    """Return how many keys a query of an attention module sees, None for all."""
+    # Mistral's reads the configuration. A Llama's may name a window, too, which nothing reads.
+    owner = attention.config if isinstance(attention, MistralAttention) else attention
+    return getattr(owner, "sliding_window", None)
 
 
 def _alone(layer: Any) -> LinearLayer:
