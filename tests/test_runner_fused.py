@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -16,6 +18,8 @@ from transformers import (
     Olmo2Config,
     Olmo2ForCausalLM,
     PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -218,14 +222,31 @@ def test_another_structure_runs_unfused_and_says_why(
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_equal_parts_that_are_put_together_otherwise_run_unfused(dtype: torch.dtype) -> None:
-    config = GraniteConfig(**SIZES, residual_multiplier=0.4, embedding_multiplier=3.0)
-    model: Any = randomized(lambda: GraniteForCausalLM(config))
+    config = HeliumConfig(**{**SIZES, "head_dim": 16})  # turns pairs that lie side by side
+    model: Any = randomized(lambda: HeliumForCausalLM(config))
     ids = token_ids()
     expected = reference_logits(model, ids)
     ours = HFModel(copy.deepcopy(model).to(dtype))
     assert ours.fused is None
     assert "its parts match, but its logits would differ" in str(ours.unfused_reason)
     assert relative(our_logits(ours, ids)[0], expected) < (1e-4 if dtype == F32 else 5e-2)
+
+
+@pytest.mark.parametrize(
+    ("model_cls", "config", "reason"),
+    [
+        (GraniteForCausalLM, GraniteConfig(**SIZES, residual_multiplier=0.97), "residual_mul"),
+        (GraniteForCausalLM, GraniteConfig(**SIZES, embedding_multiplier=1.02), "embedding_mul"),
+        (SmolLM3ForCausalLM, SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}), "no positions"),
+    ],
+)
+def test_what_bfloat16_would_hide_is_not_fused(model_cls: Any, config: Any, reason: str) -> None:
+    # Weights of the usual initial size: the logits would differ by less than rounding may.
+    model: Any = randomized(lambda: model_cls(config), scale=1.0)
+    ids = token_ids()
+    ours = HFModel(copy.deepcopy(model).to(BF16))
+    assert reason in str(ours.unfused_reason)
+    assert relative(our_logits(ours, ids)[0], reference_logits(model, ids)) < 1.2e-2
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
