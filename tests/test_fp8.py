@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.training.frozen_target import FrozenTarget
 from runner.loader import LoadedTarget
 from runner.models.fp8 import FP8, compare_logits, dequantize_rows, quantize_rows
 from runner.models.hf import HFModel
@@ -99,6 +100,21 @@ def test_drafts_change_no_text_of_a_rounded_target() -> None:
         llm = LLM(LoadedTarget("tiny", model, None), drafter, "greedy", 3, max_model_len=80)
         texts.append([out.token_ids for out in llm.generate(prompts, params)])
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_weights_are_rounded_once() -> None:
+    model = HFModel(copy.deepcopy(tiny_model("llama")))
+    effect = model.quantize(token_ids())
+    with pytest.raises(UnsupportedError, match="8-bit already"):
+        model.quantize(token_ids())
+    assert model.weight_effect == effect
+
+
+def test_a_rounded_target_is_not_trained_on() -> None:
+    model = HFModel(copy.deepcopy(tiny_model("llama")))
+    model.quantize(token_ids())
+    with pytest.raises(ConfigError, match="8-bit weights"):
+        FrozenTarget(LoadedTarget("tiny", model, None))
 
 
 def test_an_unfused_model_is_refused() -> None:

@@ -312,3 +312,14 @@ class TestPacked:
             if weight.dim() == 2 and "embed" not in name
         ]
         assert left == []
+
+    def test_a_model_that_is_not_fused_after_all_computes_no_row_twice(self) -> None:
+        config = HeliumConfig(**{**SIZES, "head_dim": 16})
+        model: Any = randomized(lambda: HeliumForCausalLM(config)).to(BF16)
+        ours, plain = HFModel(copy.deepcopy(model)), HFModel(copy.deepcopy(model), fuse=False)
+        assert "its parts match" in str(ours.unfused_reason)
+        kinds = [[type(module) for module in one.model.modules()] for one in (ours, plain)]
+        assert kinds[0] == kinds[1]
+        assert PackedRows not in kinds[0]
+        ids = token_ids()
+        assert torch.equal(our_logits(ours, ids)[0], our_logits(plain, ids)[0])

@@ -18,7 +18,7 @@ from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_m
 from runner.kv_cache import PagedKVCache
 from runner.models.fp8 import WeightEffect, compare_logits
 from runner.models.fused import FusedDecoder, fuse_decoder
-from runner.models.layers import stream_linear, top1
+from runner.models.layers import separate_packed, stream_linear, top1
 from runner.models.packed_linear import PackedLinear, pack_linears
 from runner.models.sharding import VocabularyHead, join_ranks, split_model
 from runner.tensor_parallel import TensorParallel
@@ -121,6 +121,7 @@ class HFModel:
                 f"{self.unfused_reason}"
             )
         self.fused = None
+        separate_packed(self.model)
         logger.info("model type %s runs unfused: %s", self.config.model_type, self.unfused_reason)
 
     def _fuse(self) -> FusedDecoder | None:
@@ -151,13 +152,16 @@ class HFModel:
             What the rounding did to the law of the next token; also in `weight_effect`.
 
         Raises:
-            UnsupportedError: the model is not fused, or its weights are packed for a CPU.
+            UnsupportedError: the model is not fused, its weights are packed for a CPU, or they are
+                8-bit already.
         """
         if self.fused is None:
             raise UnsupportedError(
                 f"model type {self.config.model_type!r} cannot have 8-bit weights, for it is not "
                 f"fused ({self.unfused_reason})"
             )
+        if self.weight_effect is not None:
+            raise UnsupportedError("the weights are 8-bit already; call quantize() once")
         ids = token_ids.to(self.device)
         before = self._logits_in_chunks(ids)
         self.fused.quantize(self.decoder)
