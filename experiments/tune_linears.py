@@ -28,6 +28,7 @@ from transformers import AutoConfig
 
 from experiments.bench_attention import measure_read_ceiling
 from experiments.provenance import collect_provenance, shown_command
+from runner.dispatch import on_device
 from runner.loader import locate, resolve_device, resolve_dtype
 from runner.models.glu import silu_mul
 from runner.models.linear import LinearLaunch, compile_linear, glu_linear, split_linear
@@ -398,13 +399,15 @@ def main() -> int:
         shown_command("experiments.tune_linears", sys.argv[1:]), 0, device, dtype
     )
     shapes = list(dict.fromkeys(shape for model in models.values() for shape in model.shapes()))
-    lines = tune(shapes, limits, dtype, device, arguments.processes)
+    with on_device(device):
+        lines = tune(shapes, limits, dtype, device, arguments.processes)
+        read_rate = measure_read_ceiling(device)
     path = Path(arguments.out or own)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "provenance": provenance,
         "device": name,
-        "read_gb_s": round(measure_read_ceiling(device), 1),
+        "read_gb_s": round(read_rate, 1),
         "choices": lines,
     }
     record = merge_records(record, earlier)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +368,21 @@ def test_tokens_that_were_not_set_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         "2.500 tokens were committed a request and step, 3.0 were set"
         in (record["lines"][0]["reason"])
     )
+
+
+def test_all_of_a_run_has_its_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+
+    @contextmanager
+    def recorded(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(bench_e2e, "on_device", recorded)
+    monkeypatch.setattr(bench_e2e.E2EBench, "run", lambda self: {"current": list(current)})
+    record = run_e2e_bench(E2EBenchConfig(**DRY), lambda _: None, {})
+    assert record["current"] == [torch.device("cpu")]
 
 
 def test_what_the_time_does_not_allow_is_left_out_and_said() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_metadata
+from runner.dispatch import on_device
 from runner.kv_cache import PagedKVCache
 from runner.models.fp8 import WeightEffect, compare_logits
 from runner.models.fused import FusedDecoder, fuse_decoder
@@ -363,12 +364,13 @@ class HFModel:
         """
         num_tokens = len(token_ids)
         kv = self.make_kv_cache(num_blocks=1, block_size=num_tokens)
-        logits = []
-        for positions in torch.arange(num_tokens, device=self.device).split(-(-num_tokens // 2)):
-            end = int(positions[-1]) + 1
-            metadata = single_request_metadata(kv, positions, end)
-            hidden = self.forward(token_ids[positions], start + positions, metadata)
-            logits.append(self.compute_logits(hidden).float())
+        logits, places = [], torch.arange(num_tokens, device=self.device)
+        with on_device(self.device):  # a model is loaded before any runner sees to that
+            for positions in places.split(-(-num_tokens // 2)):
+                end = int(positions[-1]) + 1
+                metadata = single_request_metadata(kv, positions, end)
+                hidden = self.forward(token_ids[positions], start + positions, metadata)
+                logits.append(self.compute_logits(hidden).float())
         return torch.cat(logits)
 
 
