@@ -60,6 +60,7 @@ from experiments.e2e_run import (
 from experiments.e2e_scale import run_scale
 from experiments.e2e_tables import guard_text, line_text, record_text
 from experiments.provenance import collect_provenance, device_name, shown_command
+from runner.dispatch import on_device
 from runner.loader import resolve_device, resolve_dtype
 from specdec.errors import ConfigError, SpecdecError
 
@@ -398,7 +399,8 @@ def run_e2e_bench(config: E2EBenchConfig, save: Save, provenance: dict[str, Any]
     Returns:
         The record; its "failed" says whether any line ended in an error.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    device = resolve_device(config.device)
+    with tempfile.TemporaryDirectory() as folder, on_device(device):
         return E2EBench(config, provenance, save, Path(folder)).run()
 
 

@@ -7,7 +7,6 @@ the tables are forked: from a row's last committed position on it gets pages of 
 drafts of the starts do not meet.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from drafters.base import DrafterBase
 from experiments.shadow_texts import Text, TextStates
 from experiments.shadow_walk import StartScores
+from runner.dispatch import on_device
 from runner.kv_cache import PagedKVCache
 from runner.loader import LoadedTarget
 from runner.models.hf import HFModel
@@ -87,11 +87,6 @@ def load_drafter(drafter: Drafter, target: LoadedTarget, sizes: ScoreSizes) -> D
             f"score of its own, or split off its first pass"
         )
     return drafter
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one."""
-    return torch.cuda.device(device.index or 0) if device.type == "cuda" else nullcontext()
 
 
 class Scorer:

@@ -6,7 +6,8 @@
 For each layer and range of tokens the library (cuBLAS) and launches of our kernel are timed in one
 CUDA graph over so many weights that the L2 cache holds none of them, each layer followed by the
 kernel that follows it in a model. Compiling is done first, by several processes. Needs torch,
-triton, transformers and numpy. Without `--out` the file goes to `linears/` of the cache folder.
+triton, transformers and numpy. Without `--out` the file goes to `linears/` of the cache folder,
+where what it held of other layers and ranges stays.
 """
 
 import argparse
@@ -27,10 +28,11 @@ from transformers import AutoConfig
 
 from experiments.bench_attention import measure_read_ceiling
 from experiments.provenance import collect_provenance, shown_command
+from runner.dispatch import on_device
 from runner.loader import locate, resolve_device, resolve_dtype
 from runner.models.glu import silu_mul
 from runner.models.linear import LinearLaunch, compile_linear, glu_linear, split_linear
-from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, file_name
+from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, file_name, read_choices
 from runner.models.norm import add_rms_norm
 from runner.weights import cache_dir
 from specdec.errors import ConfigError, SpecdecError
@@ -101,6 +103,65 @@ def model_shape(name: str) -> ModelShape:
         raise ConfigError(f"model {name!r} cannot be tuned: {error}") from error
 
 
+def wanted_models(names: str, target: str | None) -> dict[str, ModelShape]:
+    """Return the models that are measured, by name.
+
+    Args:
+        names: of shipped ones, with commas between.
+        target: a model's name, which stands in for them.
+
+    Raises:
+        ConfigError: there is no such model, or its config lacks a size.
+    """
+    if target is not None:
+        return {target: model_shape(target)}
+    for name in names.split(","):
+        if name not in SHIPPED_MODELS:
+            raise ConfigError(
+                f"models={name!r} is not allowed; give {', '.join(SHIPPED_MODELS)}, or a target"
+            )
+    return {name: SHIPPED_MODELS[name] for name in names.split(",")}
+
+
+def wanted_limits(limits: str) -> list[int]:
+    """Return the ranges of tokens that are measured, by their ends.
+
+    Raises:
+        ConfigError: the runner has no such range.
+    """
+    allowed = {str(limit): limit for limit in TOKEN_LIMITS}
+    for limit in limits.split(","):
+        if limit not in allowed:
+            raise ConfigError(f"limits={limit!r} is not allowed; give of {', '.join(allowed)}")
+    return [allowed[limit] for limit in limits.split(",")]
+
+
+def read_earlier(path: Path) -> dict[str, Any] | None:
+    """Return the record that a new one of the cache folder takes in, None where there is none.
+
+    Raises:
+        ConfigError: the file is no record.
+    """
+    if not path.is_file():
+        return None
+    read_choices(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def merge_records(record: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a record with what an earlier one holds of other layers and ranges, and whence."""
+    if earlier is None:
+        return record
+
+    def key(line: dict[str, Any]) -> tuple[Any, ...]:
+        return line["rows"], line["columns"], line["glu"], line["max_tokens"]
+
+    measured = {key(line) for line in record["choices"]}
+    kept = [line for line in earlier["choices"] if key(line) not in measured]
+    before = [*earlier.get("earlier", ()), earlier.get("provenance")]
+    return record | {"choices": [*record["choices"], *kept], "earlier": before}
+
+
 def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     """Give launches worth trying, before what they prefetch is chosen."""
     block_t, more_t = {160: (128, 32), 320: (256, 64)}.get(limit, (limit, 0))
@@ -127,7 +188,10 @@ def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
 
 def with_prefetch(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch]:
     """Return a launch with each amount that it may prefetch, and with each start of the next."""
-    most = 2 * shape.columns // launch.splits // 16 * 16
+    # Of a row, what the last split has: behind the last row there is no memory to ask for.
+    steps = -(-shape.columns // launch.block_k)
+    begin = (launch.splits - 1) * -(-steps // launch.splits) * launch.block_k
+    most = max(0, 2 * (shape.columns - begin)) // 16 * 16
     amounts = sorted({min(amount, most) for amount in _PREFETCH})
     # Only a kernel that leaves room on every multiprocessor may let the next begin at once.
     small = shape.rows * shape.columns <= 2**22
@@ -323,9 +387,11 @@ def main() -> int:
         if device.type != "cuda":
             raise ConfigError(f"device={arguments.device!r} is not allowed; give a GPU")
         dtype = resolve_dtype(arguments.dtype, device)
-        models = {name: SHIPPED_MODELS[name] for name in arguments.models.split(",")}
-        if arguments.target is not None:
-            models = {arguments.target: model_shape(arguments.target)}
+        models = wanted_models(arguments.models, arguments.target)
+        limits = wanted_limits(arguments.limits)
+        name = torch.cuda.get_device_name(device)
+        own = cache_dir() / "linears" / file_name(name, dtype)
+        earlier = None if arguments.out else read_earlier(own)
     except SpecdecError as error:
         print(error, file=sys.stderr)
         return 2
@@ -333,17 +399,18 @@ def main() -> int:
         shown_command("experiments.tune_linears", sys.argv[1:]), 0, device, dtype
     )
     shapes = list(dict.fromkeys(shape for model in models.values() for shape in model.shapes()))
-    limits = [int(limit) for limit in arguments.limits.split(",")]
-    lines = tune(shapes, limits, dtype, device, arguments.processes)
-    name = torch.cuda.get_device_name(device)
-    path = Path(arguments.out or cache_dir() / "linears" / file_name(name, dtype))
+    with on_device(device):
+        lines = tune(shapes, limits, dtype, device, arguments.processes)
+        read_rate = measure_read_ceiling(device)
+    path = Path(arguments.out or own)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "provenance": provenance,
         "device": name,
-        "read_gb_s": round(measure_read_ceiling(device), 1),
+        "read_gb_s": round(read_rate, 1),
         "choices": lines,
     }
+    record = merge_records(record, earlier)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
     return 0

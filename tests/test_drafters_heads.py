@@ -1,5 +1,7 @@
 """EAGLE-style heads in an engine: logits, KV and texts, against the heads in plain torch."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.heads import chain
-from specdec import Engine, SamplingParams
+from specdec import LLM, Engine, SamplingParams
 from specdec.request import Request
 from specdec.testing.lengths import RandomLengthConfig
 from tests.head_cases import CASES, HeadFiles
@@ -235,3 +237,20 @@ def test_scopes_propose_the_same_drafts(heads: dict[str, HeadFiles], model: Any,
             parts = {key.part for key in engine.runner.graphs.keys}
             assert parts == {scope["graph_scope"], "propose"}
     assert all(count == counts[0] for count in counts)
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3, SpecForge"])
+def test_a_head_that_the_kernels_do_not_compute_runs_by_its_modules(
+    model: Any, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = HeadFiles(CASES[name], model, tmp_path, seed=3)
+    path = Path(files.path) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"hidden_act": "gelu"}), encoding="utf-8")
+    params, prompts = SamplingParams(temperature=0, max_tokens=12), random_prompts((5, 9), 0, V)
+    drafter = {"name": CASES[name].method, "path": files.path}
+    with caplog.at_level(logging.INFO):
+        outputs = LLM(tiny_target(model), drafter, "greedy", K, **SIZES).generate(prompts, params)
+    plain = LLM(tiny_target(model), "none", "greedy", **SIZES).generate(prompts, params)
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert "head runs unfused: the activation of its MLP is GELUActivation" in caplog.text

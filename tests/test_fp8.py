@@ -1,13 +1,18 @@
 """8-bit weights: rounding, the layers over them, and what a model of them gives."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from experiments.training.frozen_target import FrozenTarget
+from runner.dispatch import on_device
 from runner.loader import LoadedTarget
+from runner.models import hf
 from runner.models.fp8 import FP8, compare_logits, dequantize_rows, quantize_rows
 from runner.models.hf import HFModel
 from runner.models.layers import PackedRows, StreamedLinear
@@ -99,6 +104,48 @@ def test_drafts_change_no_text_of_a_rounded_target() -> None:
         llm = LLM(LoadedTarget("tiny", model, None), drafter, "greedy", 3, max_model_len=80)
         texts.append([out.token_ids for out in llm.generate(prompts, params)])
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_what_runs_while_a_model_is_loaded_runs_on_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Triton launches on the current GPU: with device="cuda:1" that has to be the model's.
+    assert on_device(torch.device("cuda", 1)).idx == 1  # pyright: ignore
+    current: list[torch.device] = []
+
+    @contextmanager
+    def recorded(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(hf, "on_device", recorded)
+    model = HFModel(copy.deepcopy(tiny_model("llama")))
+    assert model.fused is not None
+    plain, seen = model.fused.forward, []
+
+    def forward(*args: Any) -> Any:
+        seen.append(list(current))
+        return plain(*args)
+
+    monkeypatch.setattr(model.fused, "forward", forward)
+    model.quantize(token_ids())
+    assert seen == [[model.device]] * 4
+
+
+def test_weights_are_rounded_once() -> None:
+    model = HFModel(copy.deepcopy(tiny_model("llama")))
+    effect = model.quantize(token_ids())
+    with pytest.raises(UnsupportedError, match="8-bit already"):
+        model.quantize(token_ids())
+    assert model.weight_effect == effect
+
+
+def test_a_rounded_target_is_not_trained_on() -> None:
+    model = HFModel(copy.deepcopy(tiny_model("llama")))
+    model.quantize(token_ids())
+    with pytest.raises(ConfigError, match="8-bit weights"):
+        FrozenTarget(LoadedTarget("tiny", model, None))
 
 
 def test_an_unfused_model_is_refused() -> None:

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from experiments.provenance import hash_linear_choices
-from experiments.tune_linears import SHIPPED_MODELS, candidates, model_shape, with_prefetch
+from experiments.tune_linears import (
+    SHIPPED_MODELS,
+    candidates,
+    merge_records,
+    model_shape,
+    read_earlier,
+    wanted_limits,
+    wanted_models,
+    with_prefetch,
+)
 from runner.models import linear_choices
 from runner.models.linear import LinearLaunch
 from runner.models.linear_choices import (
@@ -166,3 +175,32 @@ def test_shapes_of_a_model_by_name(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     shape = model_shape(str(tmp_path / "model"))
     assert LinearShape((4 + 2 * 2) * 24, 64) in shape.shapes()
+
+
+def test_nothing_is_prefetched_from_behind_a_row() -> None:
+    # 9 steps of 64 over 2 programs: the last one begins at the fifth step.
+    shape, launch = LinearShape(576, 576), LinearLaunch(16, 16, 64, splits=2)
+    most = max(one.prefetch for one in with_prefetch(launch, shape))
+    assert most == 2 * (576 - 5 * 64)
+
+
+def test_a_second_model_leaves_the_choices_of_the_first() -> None:
+    write_choice(asdict(LinearLaunch(16, 32, 64)))
+    path = cache_dir() / "linears" / file_name(H200, BF16)
+    line = {"rows": 64, "columns": 64, "glu": False, "max_tokens": 16, "launch": None}
+    record = {"provenance": {"commit": "b"}, "choices": [line]}
+    path.write_text(json.dumps(merge_records(record, read_earlier(path))), encoding="utf-8")
+    assert set(read_choices(path)) == {(LinearShape(64, 64), 16), (LinearShape(4096, 4096), 16)}
+    again = {"provenance": {"commit": "c"}, "choices": [line | {"launch": None}]}
+    merged = merge_records(again, read_earlier(path))
+    assert len(merged["choices"]) == 2
+    assert merged["earlier"] == [None, {"commit": "b"}]
+    assert read_earlier(path.with_name("other.json")) is None
+
+
+def test_what_cannot_be_measured_is_said_before_anything_is() -> None:
+    with pytest.raises(ConfigError, match="models='llama-9b' is not allowed; give llama-8b"):
+        wanted_models("llama-8b,llama-9b", None)
+    with pytest.raises(ConfigError, match="limits='8' is not allowed; give of 16"):
+        wanted_limits("16,8")
+    assert wanted_limits("16,320") == [16, 320]

@@ -9,11 +9,17 @@ from torch import Tensor, nn
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -216,14 +222,52 @@ def test_another_structure_runs_unfused_and_says_why(
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_equal_parts_that_are_put_together_otherwise_run_unfused(dtype: torch.dtype) -> None:
-    config = GraniteConfig(**SIZES, residual_multiplier=0.4, embedding_multiplier=3.0)
-    model: Any = randomized(lambda: GraniteForCausalLM(config))
+    config = HeliumConfig(**{**SIZES, "head_dim": 16})  # turns pairs that lie side by side
+    model: Any = randomized(lambda: HeliumForCausalLM(config))
     ids = token_ids()
     expected = reference_logits(model, ids)
     ours = HFModel(copy.deepcopy(model).to(dtype))
     assert ours.fused is None
     assert "its parts match, but its logits would differ" in str(ours.unfused_reason)
     assert relative(our_logits(ours, ids)[0], expected) < (1e-4 if dtype == F32 else 5e-2)
+
+
+@pytest.mark.parametrize(
+    ("model_cls", "config", "reason"),
+    [
+        (GraniteForCausalLM, GraniteConfig(**SIZES, residual_multiplier=0.97), "residual_mul"),
+        (GraniteForCausalLM, GraniteConfig(**SIZES, embedding_multiplier=1.02), "embedding_mul"),
+        (SmolLM3ForCausalLM, SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}), "no positions"),
+    ],
+)
+def test_what_bfloat16_would_hide_is_not_fused(model_cls: Any, config: Any, reason: str) -> None:
+    # Weights of the usual initial size: the logits would differ by less than rounding may.
+    model: Any = randomized(lambda: model_cls(config), scale=1.0)
+    ids = token_ids()
+    ours = HFModel(copy.deepcopy(model).to(BF16))
+    assert reason in str(ours.unfused_reason)
+    assert relative(our_logits(ours, ids)[0], reference_logits(model, ids)) < 1.2e-2
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_is_done_to_far_positions_alone_is_not_fused_away(dtype: torch.dtype) -> None:
+    # Its queries grow from position 64 on, which no text of a few tokens shows.
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 1.0}
+    rope["original_max_position_embeddings"] = 64
+    config = Ministral3Config(**{**SIZES, "head_dim": 16}, rope_parameters=rope)
+    model: Any = randomized(lambda: Ministral3ForCausalLM(config))
+    ids = token_ids(100)
+    ours = HFModel(copy.deepcopy(model).to(dtype))
+    assert "its logits would differ" in str(ours.unfused_reason)
+    error = relative(our_logits(ours, ids)[0], reference_logits(model, ids))
+    assert error < (1e-4 if dtype == F32 else 5e-2)
+
+
+def test_window_that_llama_ignores_is_ignored() -> None:
+    model, ids = tiny_model("llama", sliding_window=8), token_ids()
+    fused = HFModel(copy.deepcopy(model))
+    assert fused.unfused_reason is None
+    assert relative(our_logits(fused, ids)[0], reference_logits(model, ids)) < 2e-6
 
 
 def test_weights_are_joined_in_place() -> None:
@@ -268,3 +312,14 @@ class TestPacked:
             if weight.dim() == 2 and "embed" not in name
         ]
         assert left == []
+
+    def test_a_model_that_is_not_fused_after_all_computes_no_row_twice(self) -> None:
+        config = HeliumConfig(**{**SIZES, "head_dim": 16})
+        model: Any = randomized(lambda: HeliumForCausalLM(config)).to(BF16)
+        ours, plain = HFModel(copy.deepcopy(model)), HFModel(copy.deepcopy(model), fuse=False)
+        assert "its parts match" in str(ours.unfused_reason)
+        kinds = [[type(module) for module in one.model.modules()] for one in (ours, plain)]
+        assert kinds[0] == kinds[1]
+        assert PackedRows not in kinds[0]
+        ids = token_ids()
+        assert torch.equal(our_logits(ours, ids)[0], our_logits(plain, ids)[0])

@@ -18,7 +18,7 @@ from drafters.heads.modules import ChainHead, make_head
 from drafters.shipped import SHIPPED, shipped_folder
 from runner.head_inputs import first_head_inputs, next_head_inputs
 from runner.kv_cache import PagedKVCache
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedError
 from specdec.protocols import (
     DraftContext,
     KVSpec,
@@ -159,7 +159,10 @@ def build_head(checkpoint: HeadCheckpoint, target: TargetView) -> ChainHead:
     if checkpoint.target_ids is not None and not checkpoint.spec.owns_lm_head:
         head.lm_head = target.model.head_of(checkpoint.target_ids)
     head.share(embedding.__call__, target.model.compute_logits)
-    head.fuse_kernels(embedding.weight.detach())
+    try:
+        head.fuse_kernels(embedding.weight.detach())
+    except UnsupportedError as error:
+        logger.info("%s head runs unfused: %s", checkpoint.layout, error)
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     logger.info("loaded %s head: %.0f M parameters", checkpoint.layout, num_parameters / 1e6)
     return head

@@ -96,6 +96,10 @@ class FrozenTarget:
     def __init__(self, target: LoadedTarget) -> None:
         self.loaded = target
         self.model: HFModel = target.model
+        if self.model.weight_effect is not None:
+            raise ConfigError(
+                "a target of 8-bit weights cannot be trained on; load it with weight_dtype='auto'"
+            )
         if self.model.is_packed:
             raise ConfigError(
                 f"a target in {self.model.dtype} on a CPU is packed for serving and cannot be "

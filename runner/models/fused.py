@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from runner.attention import ATTENTION_BACKENDS
 from runner.attention_metadata import AttentionMetadata
@@ -60,9 +61,7 @@ class FusedAttention:
         )
         self.turns, self.layer_idx = turns, attention.layer_idx
         self.scaling: float = attention.scaling
-        # Modules that say nothing of a window read it from the configuration.
-        configured = getattr(attention.config, "sliding_window", None)
-        self.window: int | None = getattr(attention, "sliding_window", configured)
+        self.window = _window(attention)
         self.norms = None
         if hasattr(attention, "q_norm"):
             query, key = as_norm(attention.q_norm), as_norm(attention.k_norm)
@@ -212,6 +211,13 @@ class FusedDecoder:
                 _column(kept, column, width).copy_(_column(kept, first, width))
 
 
+def _window(attention: Any) -> int | None:
+    """Return how many keys a query of an attention module sees, None for all."""
+    # Mistral's reads the configuration. A Llama's may name a window, too, which nothing reads.
+    owner = attention.config if isinstance(attention, MistralAttention) else attention
+    return getattr(owner, "sliding_window", None)
+
+
 def _alone(layer: Any) -> LinearLayer:
     """Return a rank's own layer, of one that ranks share."""
     return getattr(layer, "linear", layer)
@@ -249,6 +255,7 @@ def check_decoder(decoder: Any) -> None:
         raise UnsupportedError(f"its embedding is a {type(decoder.embed_tokens).__name__}")
     if len(decoder.layers) == 0:
         raise UnsupportedError("it has no layers")
+    _check_factors(decoder)
     as_norm(decoder.norm)
     for layer in decoder.layers:
         check_layer(layer)
@@ -261,6 +268,7 @@ def check_layer(layer: Any) -> None:
         UnsupportedError: says what is not.
     """
     _check_parts(layer, _LAYER_PARTS, "a layer")
+    _check_factors(layer)
     as_norm(layer.input_layernorm)
     as_norm(layer.post_attention_layernorm)
     check_attention(layer.self_attn)
@@ -284,6 +292,8 @@ def check_attention(attention: Any) -> None:
     scaling = getattr(attention, "scaling", None)
     if not head_size or head_size % 2 or not isinstance(scaling, float):
         raise UnsupportedError("its attention says no head_dim or scaling")
+    if not getattr(attention, "use_rope", True):
+        raise UnsupportedError("a layer turns no positions")
     for name in sorted(norms):
         if len(as_norm(getattr(attention, name)).weight) != head_size:
             raise UnsupportedError(f"{name} is not over one head")
@@ -324,6 +334,13 @@ def _check_parts(module: Any, wanted: set[str], what: str) -> None:
     if found != wanted or own:
         odd = sorted((found ^ wanted) | own)
         raise UnsupportedError(f"{what} has or lacks {', '.join(odd)}")
+
+
+def _check_factors(module: Any) -> None:
+    """Refuse what scales embeddings or residuals: close to 1, the narrow dtypes would not show."""
+    for name, value in vars(module).items():
+        if name.endswith("_multiplier") and value != 1:
+            raise UnsupportedError(f"{type(module).__name__} has {name}={value}")
 
 
 def _check_linears(module: Any, names: Sequence[str]) -> None:

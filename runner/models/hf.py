@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from runner.attention import ATTENTION_NAME, AttentionMetadata, single_request_metadata
+from runner.dispatch import on_device
 from runner.kv_cache import PagedKVCache
 from runner.models.fp8 import WeightEffect, compare_logits
 from runner.models.fused import FusedDecoder, fuse_decoder
-from runner.models.layers import stream_linear, top1
+from runner.models.layers import separate_packed, stream_linear, top1
 from runner.models.packed_linear import PackedLinear, pack_linears
 from runner.models.sharding import VocabularyHead, join_ranks, split_model
 from runner.tensor_parallel import TensorParallel
@@ -77,7 +78,8 @@ class HFModel:
         self.device: torch.device = model.device
         reference = None
         if config.model_type not in PROVEN_FAMILIES:
-            reference = _parity_logits(model, self.vocab_size, self.device)
+            starts = sorted({0, max(0, self.max_position_embeddings - _PARITY_TOKENS)})
+            reference = _parity_logits(model, self.vocab_size, self.device, starts)
         model.set_attn_implementation(ATTENTION_NAME)
         shared = tensor_parallel is not None and tensor_parallel.size > 1
         self.tensor_parallel = tensor_parallel if shared else None
@@ -100,7 +102,7 @@ class HFModel:
             self._drop_wrong_fusion(*reference)
             self._check_parity(*reference)
 
-    def _drop_wrong_fusion(self, token_ids: Tensor, expected: Tensor) -> None:
+    def _drop_wrong_fusion(self, token_ids: Tensor, expected: dict[int, Tensor]) -> None:
         """Run a model unfused whose parts are those of a fused one, but not what it does with them.
 
         Raises:
@@ -120,6 +122,7 @@ class HFModel:
                 f"{self.unfused_reason}"
             )
         self.fused = None
+        separate_packed(self.model)
         logger.info("model type %s runs unfused: %s", self.config.model_type, self.unfused_reason)
 
     def _fuse(self) -> FusedDecoder | None:
@@ -150,13 +153,16 @@ class HFModel:
             What the rounding did to the law of the next token; also in `weight_effect`.
 
         Raises:
-            UnsupportedError: the model is not fused, or its weights are packed for a CPU.
+            UnsupportedError: the model is not fused, its weights are packed for a CPU, or they are
+                8-bit already.
         """
         if self.fused is None:
             raise UnsupportedError(
                 f"model type {self.config.model_type!r} cannot have 8-bit weights, for it is not "
                 f"fused ({self.unfused_reason})"
             )
+        if self.weight_effect is not None:
+            raise UnsupportedError("the weights are 8-bit already; call quantize() once")
         ids = token_ids.to(self.device)
         before = self._logits_in_chunks(ids)
         self.fused.quantize(self.decoder)
@@ -314,7 +320,7 @@ class HFModel:
         head.weight = nn.Parameter(rows, requires_grad=False)
         return head
 
-    def _check_parity(self, token_ids: Tensor, expected: Tensor) -> None:
+    def _check_parity(self, token_ids: Tensor, expected: dict[int, Tensor]) -> None:
         """Compare our forward with transformers' own on random tokens.
 
         Raises:
@@ -342,24 +348,29 @@ class HFModel:
         """Return the relative difference of logits that rounding explains."""
         return _PARITY_TOLERANCE.get(self.dtype, 5e-2)
 
-    def _parity_error(self, token_ids: Tensor, expected: Tensor) -> float:
-        """Return the relative difference between our logits and those of transformers."""
-        return float((self._logits_in_chunks(token_ids) - expected).norm() / expected.norm())
+    def _parity_error(self, token_ids: Tensor, expected: dict[int, Tensor]) -> float:
+        """Return the relative difference between our logits and those of transformers, at most."""
+        errors = [
+            (self._logits_in_chunks(token_ids, start) - logits).norm() / logits.norm()
+            for start, logits in expected.items()
+        ]
+        return float(torch.stack(errors).max())
 
-    def _logits_in_chunks(self, token_ids: Tensor) -> Tensor:
-        """Return float32 logits of a text run in two passes.
+    def _logits_in_chunks(self, token_ids: Tensor, start: int = 0) -> Tensor:
+        """Return float32 logits of a text run in two passes, its positions counted from `start`.
 
         The second pass sees the first only through the paged KV cache: a model that does not call
         our attention would be right in a single pass.
         """
         num_tokens = len(token_ids)
         kv = self.make_kv_cache(num_blocks=1, block_size=num_tokens)
-        logits = []
-        for positions in torch.arange(num_tokens, device=self.device).split(-(-num_tokens // 2)):
-            end = int(positions[-1]) + 1
-            metadata = single_request_metadata(kv, positions, end)
-            hidden = self.forward(token_ids[positions], positions, metadata)
-            logits.append(self.compute_logits(hidden).float())
+        logits, places = [], torch.arange(num_tokens, device=self.device)
+        with on_device(self.device):  # a model is loaded before any runner sees to that
+            for positions in places.split(-(-num_tokens // 2)):
+                end = int(positions[-1]) + 1
+                metadata = single_request_metadata(kv, positions, end)
+                hidden = self.forward(token_ids[positions], start + positions, metadata)
+                logits.append(self.compute_logits(hidden).float())
         return torch.cat(logits)
 
 
@@ -398,10 +409,26 @@ def refuse_unsound(config: Any) -> None:
 
 @torch.inference_mode()
 def _parity_logits(
-    model: PreTrainedModel, vocab_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return random token ids and the logits of transformers' own forward for them."""
+    model: PreTrainedModel, vocab_size: int, device: torch.device, starts: Sequence[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return random token ids, and what transformers' own forward gives for them.
+
+    Args:
+        model: as it was loaded.
+        vocab_size: of the ids.
+        device: of the model.
+        starts: positions of the first token: what a model does to far ones need not show near 0.
+
+    Returns:
+        [T] int64, and by start the logits [T, V] float32.
+    """
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(vocab_size, (_PARITY_TOKENS,), generator=generator).to(device)
-    logits = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+    logits = {}
+    for start in starts:
+        positions = start + torch.arange(_PARITY_TOKENS, device=device)
+        # Some models count for themselves where nothing is given, and take no positions.
+        given = {"position_ids": positions[None]} if start else {}
+        output: Any = model(input_ids=token_ids[None], use_cache=False, **given)
+        logits[start] = output.logits[0].float()
     return token_ids, logits

@@ -93,7 +93,8 @@ class StreamedLinear:
 class PackedRows(nn.Module):
     """Some rows of a joint layer, in the place of the linear layer that they were.
 
-    Nothing of the fused model runs it; it keeps the model of transformers whole.
+    Nothing of the fused model runs it; it keeps the model of transformers whole. It computes all
+    rows of the joint layer: a model that is to run by its modules has `separate_packed`.
 
     Args:
         joint: the layer that holds the rows.
@@ -104,6 +105,11 @@ class PackedRows(nn.Module):
     def __init__(self, joint: LinearLayer, start: int, end: int) -> None:
         super().__init__()
         self._joint, self._rows = (joint,), slice(start, end)  # a tuple: no child of this module
+
+    def alone(self) -> nn.Module:
+        """Return a layer of these rows that computes no others, where the joint one is packed."""
+        joint = self._joint[0]
+        return joint.part(self._rows) if isinstance(joint, PackedLinear) else self
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rows of the joint layer's output."""
@@ -139,6 +145,14 @@ def join_linears(owner: Any, names: Sequence[str]) -> LinearLayer:
         if bias is not None:
             linear.bias = nn.Parameter(bias[start:end], requires_grad=False)
     return StreamedLinear(weight, bias)
+
+
+def separate_packed(model: nn.Module) -> None:
+    """Give the packed parts of joint layers a weight each, in place: they run by themselves now."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PackedRows):
+                setattr(parent, name, child.alone())
 
 
 def round_linears(owner: Any, names: Sequence[str], joint: LinearLayer) -> None:

@@ -37,6 +37,11 @@ class PackedLinear(nn.Module):
         """Return the output as the one part [1, T, N] of a fused model's layer."""
         return self.forward(x)[None]
 
+    def part(self, rows: slice) -> "PackedLinear":
+        """Return a layer of some of the outputs, packed anew: the very same weights."""
+        bias = None if self._bias is None else self._bias[rows]
+        return PackedLinear(self._packed.to_dense()[rows].contiguous(), bias)
+
     def gated(self, x: Tensor) -> Tensor:
         """Return SiLU(gate) * up of a layer that holds both."""
         gate, up = self.forward(x).chunk(2, dim=-1)
