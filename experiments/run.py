@@ -136,7 +136,8 @@ def _measure(run: _Run, dtype: torch.dtype, device: torch.device) -> None:
     judged = [(spec, *first_verdict(spec, run.config, dtype_name)) for spec in run.specs]
     verdicts = {spec.name: verdict for spec, verdict, _ in judged}
     shared = tensor_parallel_of(run.config.engine)
-    target: LoadedTarget | None = load_target(run.config.target.name, dtype, device, shared)
+    name, weight_dtype = run.config.target.name, run.config.engine.weight_dtype
+    target: LoadedTarget | None = load_target(name, dtype, device, shared, weight_dtype)
     run.questions = _with_lengths(run.questions, target)
     entries = _time_arms(run, target, verdicts)
     to_compare = [spec for spec, _, needs_texts in judged if needs_texts]
