@@ -84,6 +84,7 @@ def measure(task: Measurement, out: str) -> None:
         LoadedTarget(task.shape, HFModel(model), None),
         task.drafter,
         "greedy",
+        device=task.device,
         max_num_reqs=task.num_reqs,
         data_parallel_size=task.replicas,
         exchange_every=task.exchange_every,

@@ -278,8 +278,15 @@ def try_equality(
     try:
         # Loaded anew: a CPU's bf16 weights are packed, so that they cannot be converted in place.
         target = target or load_target(
-            config.target.name, torch.float32, device, tensor_parallel_of(config.engine)
+            config.target.name,
+            torch.float32,
+            device,
+            tensor_parallel_of(config.engine),
+            config.engine.weight_dtype,
         )
+        # Whatever dtype was asked for is that of the timed runs.
+        engine = dataclasses.replace(config.engine, dtype="float32")
+        config = dataclasses.replace(config, engine=engine)
         return check_equality(specs, config, target, questions)
     except RankError:
         raise  # nothing can be told of the rest of a run that lost a rank

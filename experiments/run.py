@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import shlex
 import sys
 import tempfile
@@ -46,7 +47,7 @@ from experiments.run_folder import RunFolder, UnwrittenFolder
 from experiments.schemas import RunConfig, load_config, register_schemas
 from experiments.workload import Pace, cut_groups, plan_paces
 from runner.loader import LoadedTarget, load_target, resolve_device, resolve_dtype
-from specdec.errors import CapacityError
+from specdec.errors import CapacityError, ConfigError
 from specdec.latencies import summarise_latencies
 from specdec.log import progress, setup_logging
 from specdec.parallel.groups import ParallelConfig, init_groups, is_first_rank, is_rank
@@ -135,7 +136,8 @@ def _measure(run: _Run, dtype: torch.dtype, device: torch.device) -> None:
     judged = [(spec, *first_verdict(spec, run.config, dtype_name)) for spec in run.specs]
     verdicts = {spec.name: verdict for spec, verdict, _ in judged}
     shared = tensor_parallel_of(run.config.engine)
-    target: LoadedTarget | None = load_target(run.config.target.name, dtype, device, shared)
+    name, weight_dtype = run.config.target.name, run.config.engine.weight_dtype
+    target: LoadedTarget | None = load_target(name, dtype, device, shared, weight_dtype)
     run.questions = _with_lengths(run.questions, target)
     entries = _time_arms(run, target, verdicts)
     to_compare = [spec for spec, _, needs_texts in judged if needs_texts]
@@ -326,12 +328,28 @@ def run_task(cfg: DictConfig) -> None:
     folder = Path(hydra_config.runtime.output_dir)
     given = config, folder, command.strip(), {str(k): v for k, v in resolved.items()}
     if config.engine.num_ranks == 1:
+        _check_alone()
         show(execute(*given))
     elif is_rank():
         run_rank(logging.getLogger().level, *given)
     else:
         check_host(config.engine)
         launch(run_rank, config.engine.num_ranks, (logging.getLogger().level, *given))
+
+
+def _check_alone() -> None:
+    """Refuse to run as one of several processes that would not know of one another.
+
+    Raises:
+        ConfigError: a launcher started several.
+    """
+    num_ranks = os.environ["WORLD_SIZE"] if is_rank() else "1"
+    if num_ranks != "1":
+        raise ConfigError(
+            f"this process is one of {num_ranks} ranks, and the engine is to run on one; give "
+            f"engine.data_parallel_size={num_ranks} or engine.tensor_parallel_size={num_ranks}, or "
+            "start it without torchrun"
+        )
 
 
 def run_rank(

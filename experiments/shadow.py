@@ -197,7 +197,8 @@ class ShadowRun:
             same_noise = config.sampling.temperature > 0 and self._rule.text_equal
             self.texts = read_texts(Path(config.texts), self._resolved, same_noise)
         started = time.perf_counter()
-        target = load_target(config.target.name, self.dtype, self.device)
+        weight_dtype = config.engine.weight_dtype
+        target = load_target(config.target.name, self.dtype, self.device, None, weight_dtype)
         self.seconds["load"] = time.perf_counter() - started  # pyright: ignore
         if not self.texts:
             self._record(target)

@@ -48,6 +48,11 @@ class TensorParallel:
         dist.all_reduce(x, group=self.group)
         return x
 
+    def all_max(self, x: Tensor) -> Tensor:
+        """Take the largest of the ranks' numbers, in place; returns `x`."""
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x
+
     def all_gather_columns(self, x: Tensor, num_columns: int | None = None) -> Tensor:
         """Put the ranks' columns side by side, in the order of ranks.
 

@@ -38,6 +38,7 @@ def _pack_top_kernel(
     value = tl.where(value == 0.0, 0.0, value)  # -0.0 is 0.0
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & LOW_BITS)
+    ordered = tl.where(value != value, LOW_BITS, ordered)  # NaN of either sign
     index = tl.load(index_ptr + token, mask=mask, other=0) + first
     key = (ordered.to(tl.int64) << 32) | (LOW_BITS - index)
     tl.store(keys_ptr + token, key, mask=mask)
@@ -76,6 +77,7 @@ def pack_top_ref(values: Tensor, index: Tensor, first: int = 0) -> Tensor:
     """Torch twin of `pack_top`."""
     bits = (values + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & _LOW_BITS)
+    ordered = torch.where(values.isnan(), _LOW_BITS, ordered)  # of either sign
     return (ordered.long() << 32) | (_LOW_BITS - first - index)
 
 

@@ -108,6 +108,8 @@ class LLM:
         finally:
             for name in self.engine.unfinished_ids & own:
                 self.engine.discard(name)
+            for name in own - outputs.keys():  # ended by `abort`, and no step told of it
+                self.engine.take_back(name)
             self.engine.put_back(foreign)
         return [outputs[name] for name in names]
 

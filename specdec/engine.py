@@ -119,7 +119,8 @@ class Engine:
         check_pairing(self.drafter, self.verifier, self.num_speculative_tokens)
         check_host_drafter(self.drafter, config)
         names = drafter_entry.name, verifier_entry.name, str(getattr(target, "name", target))
-        self._ranks.compare_options(names, self.num_speculative_tokens, self.draft_length.config)
+        told = names, verifier_config, self.num_speculative_tokens, self.draft_length.config
+        self._ranks.compare_options(*told)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
@@ -300,6 +301,10 @@ class Engine:
             self._finish(request, len(request.detokenizer.token_ids), Trimmed([], "abort"))
             for request in group.unfinished
         ]
+
+    def take_back(self, request_id: str) -> None:
+        """Forget increments of a request that no step has handed out."""
+        self._pending = [i for i in self._pending if i.request_id != request_id]
 
     def share(self, value: Any) -> Any:
         """Return the first rank's value on every rank, for what ranks see differently: a clock.

@@ -205,6 +205,7 @@ def quick_checks(folder: str) -> None:
         "groups": _groups(),
         "schedules": run_schedules(1000, 1006),
         "options": _refused(_different_options),
+        "verifiers": _refused(_different_verifiers),
         "failure": _refused(_failing_step),
         "calls": _refused(_different_calls),
     }
@@ -335,6 +336,13 @@ def _different_options() -> None:
     DataParallelEngine(tiny_target(tiny_model()), "none", **own)
 
 
+def _different_verifiers() -> None:
+    """Give a verifier's parameter another value on each rank."""
+    verifier = {"name": "typical", "epsilon": 0.1 + 0.2 * this_rank()}
+    own = {**OPTIONS, "data_parallel_size": 2}
+    DataParallelEngine(tiny_target(tiny_model()), "ngram", verifier, K, **own)
+
+
 def _replicas() -> DataParallelEngine:
     own = {**OPTIONS, "data_parallel_size": 2}
     return DataParallelEngine(tiny_target(tiny_model()), "ngram", "greedy", K, **own)
@@ -402,3 +410,16 @@ def wait_for_ever(folder: str) -> None:
     if this_rank() == 0:
         share(groups.control, 0)
     signal.pause()
+
+
+def save_when_interrupted(folder: str) -> None:
+    """Wait for an interrupt, and write slowly that it came."""
+    path = Path(folder) / f"pid{this_rank()}"
+    try:
+        path.with_suffix(".part").write_text(str(os.getpid()))
+        path.with_suffix(".part").rename(path)
+        while True:
+            time.sleep(0.1)
+    finally:
+        time.sleep(1)
+        (Path(folder) / f"saved{this_rank()}").touch()

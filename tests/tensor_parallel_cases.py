@@ -181,6 +181,14 @@ def check_bf16(place: TensorParallel) -> dict[str, list[float]]:
     return found
 
 
+def check_fp8(place: TensorParallel) -> dict[str, Any]:
+    """Return how far a shared model with 8-bit weights is from such a model on one rank."""
+    one, two = HFModel(tiny_model()), HFModel(tiny_model(), tensor_parallel=place)
+    effects = [model.quantize(torch.arange(40)) for model in (one, two)]
+    found = differences(one, two)
+    return found | {"effects": [effect.relative_error for effect in effects]}
+
+
 def two_ranks(folder: str, files: str) -> None:
     """Run what two ranks can check in seconds."""
     place = join(2)
@@ -198,6 +206,7 @@ def two_ranks(folder: str, files: str) -> None:
             "planted": plant(tiny_model, place),
             "files": check_files(files, place),
             "bf16": check_bf16(place),
+            "fp8": check_fp8(place),
         },
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import runner.capture
 import runner.memory
@@ -191,6 +192,10 @@ def quick_checks(folder: str) -> None:
         "shared": _engine().share({"from": this_rank()}),
         "planted": {kind: _planted(plant) for kind, plant in PLANTS.items()},
         "options": _refused(lambda: _engine(max_num_batched_tokens=24 + this_rank())),
+        "verifiers": _refused(
+            lambda: _engine(verifier={"name": "typical", "epsilon": 0.1 + 0.2 * this_rank()})
+        ),
+        "packed": _refused(_packed),
         "captured": _captured(),
         "failed": _failed(),
         "ended": _ended(),
@@ -199,7 +204,7 @@ def quick_checks(folder: str) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _engine(drafter: Any = "ngram", verifier: str = "greedy", **options: Any) -> Engine:
+def _engine(drafter: Any = "ngram", verifier: Any = "greedy", **options: Any) -> Engine:
     draft_length = options.pop("draft_length", "fixed")
     own = {**TWO, **options}
     return Engine(whole_target(), drafter, verifier, K, draft_length=draft_length, **own)
@@ -240,6 +245,13 @@ def _target() -> dict[str, Any]:
         sizes.append(target.model.fused.layers[0].attention.qkv.weight.shape[0])
     refused = _refused(lambda: Engine(target, "none", "greedy", 0, **SIZES))
     return {"num_kv_heads": heads, "rows": sizes, "refused": refused}
+
+
+def _packed() -> None:
+    """Give a target that a CPU has packed."""
+    target = tiny_target(tiny_model().to(torch.bfloat16))
+    assert target.model.is_packed
+    Engine(target, "none", "greedy", 0, **TWO)
 
 
 def _blocks() -> int:

@@ -219,3 +219,17 @@ def test_a_row_can_be_reset_in_what_a_step_made() -> None:
         engine.add_request(str(i), prompt, PARAMS[0])
         for _ in range(3):
             engine.step()
+
+
+def test_nothing_stays_of_requests_that_were_aborted_before_an_error() -> None:
+    llm = LLM(target(), "ngram", "sampled_match", K, max_model_len=64, max_num_reqs=3)
+
+    def abort_and_fail(increment: Any) -> None:
+        for name in llm.engine.unfinished_ids:
+            llm.engine.abort(name)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(PROMPTS, PARAMS, on_increment=abort_and_fail)
+    assert not llm.engine.has_requests
+    assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)

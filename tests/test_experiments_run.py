@@ -240,6 +240,17 @@ def test_above_temperature_zero_the_verdict_follows_the_rule(
     assert len(set().union(*seeds.values())) == len(seeds)
 
 
+@pytest.mark.parametrize(
+    "given", [("target.dtype=bfloat16",), ("target.dtype=float32", "engine.weight_dtype=fp8")]
+)
+def test_texts_are_compared_in_float32_whatever_the_timed_runs_are_in(
+    given: tuple[str, ...], run: Callable[..., RunResult]
+) -> None:
+    result = run("verifier=sampled_match", *given)
+    verdict = json.loads((result.folder / "arms.json").read_text())[1]["verdict"]
+    assert (verdict["status"], verdict["dtype"]) == ("equal", "float32"), verdict["note"]
+
+
 def test_a_question_that_does_not_fit_is_named_and_skipped(
     run: Callable[..., RunResult], caplog: pytest.LogCaptureFixture
 ) -> None:

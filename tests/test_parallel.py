@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.run import _check_alone
 from experiments.run_folder import UnwrittenFolder
 from runner.input_batch import StepPlan
 from specdec import LLM, Engine, SamplingParams
 from specdec.config import EngineConfig
 from specdec.errors import CapacityError, ConfigError
 from specdec.log import progress
-from specdec.parallel.groups import ParallelConfig, init_groups
-from specdec.parallel.launch import RankFailedError, _failure
+from specdec.parallel import groups
+from specdec.parallel.groups import ParallelConfig, ParallelGroups, init_groups
+from specdec.parallel.launch import RankFailedError, _failure, launch
 from specdec.parallel.messages import encode, pack, unpack
 from specdec.parallel.placement import check_host, device_of_rank
 from specdec.parallel.rank_check import KINDS, RankCheck, describe
@@ -80,6 +83,37 @@ def test_another_number_of_ranks_is_refused(
     assert f"`torchrun --nproc-per-node {needed} ...`" in text
 
 
+def test_ranks_may_be_set_up_with_another_timeout_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ParallelGroups(ParallelConfig(2, timeout_s=60.0))
+    monkeypatch.setattr(groups, "_groups", first)
+    assert init_groups(ParallelConfig(2)) is first
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="set up as 2 x 1"):
+        init_groups(ParallelConfig(1, 2))
+
+
+def test_a_rank_without_a_gpu_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="rank 1 of this machine has no GPU of its own"):
+        init_groups(ParallelConfig(2), "cuda")
+
+
+def test_no_rank_is_no_job() -> None:
+    with pytest.raises(ConfigError, match="num_ranks=0 is not allowed; give an integer >= 1"):
+        launch(print, 0)
+
+
+def test_an_app_of_one_rank_is_not_started_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    _check_alone()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of 2 ranks.*give engine\.data_parallel_size=2 or"):
+        _check_alone()
+
+
 def test_a_rank_knows_its_replica_and_its_place_in_it() -> None:
     places = [ParallelConfig(2, 3).place_of(rank) for rank in range(6)]
     assert places == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
@@ -88,9 +122,9 @@ def test_a_rank_knows_its_replica_and_its_place_in_it() -> None:
 def test_one_rank_initialises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # the script may be parallel in a way of its own
     monkeypatch.setattr(dist, "init_process_group", None)
-    groups = init_groups(ParallelConfig())
-    assert (groups.control, groups.tp, groups.dp) == (None, None, None)
-    assert (groups.rank, groups.dp_rank, groups.tp_rank) == (0, 0, 0)
+    place = init_groups(ParallelConfig())
+    assert (place.control, place.tp, place.dp) == (None, None, None)
+    assert (place.rank, place.dp_rank, place.tp_rank) == (0, 0, 0)
     assert isinstance(LLM(tiny_target(tiny_model()), **OPTIONS).engine, Engine)
     assert not dist.is_initialized()
 
@@ -103,18 +137,14 @@ def test_the_package_imports_no_process_groups() -> None:
 
 
 def test_each_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from specdec.parallel.groups import ParallelGroups
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    groups = ParallelGroups(ParallelConfig(4), rank=3, local_rank=1)
-    assert device_of_rank(EngineConfig(device="auto"), groups) == "cuda:1"
-    assert device_of_rank(EngineConfig(device="cuda"), groups) == "cuda:1"
-    assert device_of_rank(EngineConfig(device="cpu"), groups) == "cpu"
+    place = ParallelGroups(ParallelConfig(4), rank=3, local_rank=1)
+    assert device_of_rank(EngineConfig(device="auto"), place) == "cuda:1"
+    assert device_of_rank(EngineConfig(device="cuda"), place) == "cuda:1"
+    assert device_of_rank(EngineConfig(device="cpu"), place) == "cpu"
     with pytest.raises(ConfigError, match="names one GPU for 4 ranks"):
-        device_of_rank(EngineConfig(device="cuda:0"), groups)
+        device_of_rank(EngineConfig(device="cuda:0"), place)
     with pytest.raises(ConfigError, match="needs 4 GPUs, and this machine has 2"):
         check_host(EngineConfig(data_parallel_size=4))
 
@@ -286,6 +316,24 @@ def test_a_request_that_ends_early_is_known_until_the_exchange() -> None:
     engine.step()
     engine.discard("a")
     assert not engine.has_requests
+    assert engine.loads == [0]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_nothing_comes_of_a_request_that_was_aborted_and_discarded(steps_before: int) -> None:
+    engine = make_engine()
+    params = SamplingParams(temperature=0, max_tokens=5)
+    engine.add_request("a", [1, 2, 3], params)
+    for _ in range(steps_before):
+        engine.step()
+    engine.abort("a")
+    engine.discard("a")
+    assert not engine.has_requests
+    engine.add_request("a", [4, 5], params)  # the id is free again
+    found = []
+    while engine.has_requests:
+        found += [i for i in engine.step() if i.output is not None]
+    assert [(i.finish_reason, len(i.output.token_ids)) for i in found] == [("length", 5)]
     assert engine.loads == [0]
 
 

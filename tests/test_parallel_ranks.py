@@ -82,7 +82,8 @@ def test_ranks_have_their_places(found: list[dict[str, Any]]) -> None:
 
 def test_replicas_built_unlike_are_refused(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank["options"].startswith("ranks 0, 1 disagree in options at step 0")
+        for what in ("options", "verifiers"):
+            assert rank[what].startswith("ranks 0, 1 disagree in options at step 0")
 
 
 def test_replicas_that_are_asked_for_different_things_say_so(found: list[dict[str, Any]]) -> None:
@@ -150,9 +151,9 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, how: str, reason: str) ->
 _LAUNCHER = """
 import sys
 from specdec.parallel.launch import launch
-from tests.parallel_cases import wait_for_ever
+from tests import parallel_cases
 if __name__ == "__main__":
-    launch(wait_for_ever, 2, (sys.argv[1],))
+    launch(getattr(parallel_cases, sys.argv[2]), 2, (sys.argv[1],))
 """
 
 
@@ -163,7 +164,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ignores = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     launcher = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
+        [sys.executable, str(script), str(tmp_path), "wait_for_ever"],
         cwd=ROOT,
         env=env,
         preexec_fn=ignores,  # as a shell does with what it starts in the background
@@ -174,6 +175,32 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     wait_until(lambda: not any(map(is_alive, pids)), SECONDS_TO_END)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "all"])  # as `kill` does, and a terminal
+def test_an_interrupt_lets_ranks_write_down_what_they_have(tmp_path: Path, whom: str) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(_LAUNCHER)
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), "save_when_interrupted"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    notes = [tmp_path / f"pid{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(note.is_file() for note in notes), 120)
+    if whom == "all":
+        os.killpg(launcher.pid, signal.SIGINT)
+    else:
+        launcher.send_signal(signal.SIGINT)
+    told = launcher.communicate(timeout=SECONDS_TO_END)[1]
+    assert launcher.returncode != 0
+    assert told.count("KeyboardInterrupt") == 1  # the launcher's own, and none of a rank
+    assert all((tmp_path / f"saved{rank}").is_file() for rank in (0, 1))
+    assert not any(is_alive(int(note.read_text())) for note in notes)
 
 
 def wait_until(holds: Any, seconds: float) -> None:

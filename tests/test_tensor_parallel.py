@@ -89,6 +89,14 @@ def test_bf16_is_as_near_to_float32_as_on_one_rank(found: list[dict[str, Any]]) 
             assert 1e-4 < two < 1.2 * one
 
 
+def test_weights_in_8_bits_are_those_of_one_rank(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        check(rank["fp8"])
+        one, two = rank["fp8"]["effects"]
+        assert one > 1000 * BOUND  # they were rounded
+        assert two == pytest.approx(one, rel=1e-3)
+
+
 def check_collectives(ranks: list[dict[str, Any]]) -> None:
     """Check what `check_collectives` of the cases found."""
     for rank in ranks:

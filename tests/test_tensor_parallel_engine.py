@@ -52,6 +52,13 @@ def test_a_whole_target_becomes_the_ranks_part(found: list[dict[str, Any]]) -> N
         )
 
 
+def test_a_whole_target_that_is_packed_is_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["packed"].startswith(
+            "UnsupportedError: target 'tiny' was loaded whole and has packed weights"
+        )
+
+
 def test_all_ranks_have_the_kv_blocks_of_the_poorest(found: list[dict[str, Any]]) -> None:
     assert [rank["blocks"] for rank in found] == [20, 20]
 
@@ -85,7 +92,8 @@ def test_a_disagreement_is_named(found: list[dict[str, Any]], kind: str, step: i
 
 def test_ranks_that_were_built_unlike_are_refused(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank["options"].startswith("RankError: ranks 0, 1 disagree in options at step 0")
+        for what in ("options", "verifiers"):
+            assert rank[what].startswith("RankError: ranks 0, 1 disagree in options at step 0")
         text = "RankError: ranks 0, 1 disagree in kernel choices at step 0"
         assert rank["captured"].startswith(text)
 

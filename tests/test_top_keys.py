@@ -41,3 +41,13 @@ def test_a_key_holds_the_largest_index() -> None:
     keys = pack_top_ref(values, index, 7)
     assert unpack_index(keys).tolist() == [2**31 - 1] * 2
     assert keys[1] > pack_top_ref(torch.tensor([float("inf")]), index[:1])[0]
+
+
+@pytest.mark.interpreter
+@pytest.mark.gpu
+def test_nan_of_either_sign_is_above_all(device: torch.device) -> None:
+    bits = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32)  # a CPU's own is the second
+    values = torch.cat([bits.view(torch.float32), torch.tensor([float("inf")])]).to(device)
+    assert values.isnan().tolist() == [True, True, False]
+    keys = pack_top(values, torch.zeros(3, dtype=torch.int64, device=device))
+    assert keys[0] == keys[1] > keys[2]

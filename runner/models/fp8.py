@@ -8,6 +8,7 @@ by the scales behind the sum.
 Source: Micikevicius et al. 2022 (FP8 formats).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,16 +45,22 @@ class WeightEffect:
     relative_error: float
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    weight: Tensor, of_ranks: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Round a weight to 8 bits.
 
     Args:
         weight: [N, K].
+        of_ranks: gives the largest of the ranks' numbers [N] float32, where each rank has a part of
+            every row; None where the rows are whole.
 
     Returns:
         Values [N, K] float8_e4m3fn, and scales [N] float32: row n is values[n] * scales[n].
     """
     largest = weight.abs().amax(1).float()
+    if of_ranks is not None:
+        largest = of_ranks(largest)
     scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
     values = (weight.float() / scales[:, None]).clamp(-_LARGEST, _LARGEST).to(FP8)
     return values, scales

@@ -8,7 +8,7 @@ rotary positions and cache writes in one kernel. What does not match runs as it 
 Weights are joined in place: the modules of transformers keep working, as views of the joint ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from runner.kv_cache import PagedKVCache
 from runner.models.layers import LinearLayer, join_linears, round_linears
 from runner.models.norm import add_rms_norm
 from runner.models.rope import HeadNorms, HeadShape, make_turn_table, share_turns, turn_heads
+from runner.tensor_parallel import TensorParallel
 from specdec.errors import UnsupportedError
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -198,9 +199,9 @@ class FusedDecoder:
         for layer, module in zip(self.layers, decoder.layers, strict=True):
             attention, mlp = module.self_attn, module.mlp
             round_linears(attention, _PROJECTIONS[:3], layer.attention.qkv)
-            round_linears(attention, _PROJECTIONS[3:], _alone(layer.attention.out))
+            round_linears(attention, _PROJECTIONS[3:], *_alone(layer.attention.out))
             round_linears(mlp, ("gate_proj", "up_proj"), layer.mlp.gate_up)
-            round_linears(mlp, ("down_proj",), _alone(layer.mlp.down))
+            round_linears(mlp, ("down_proj",), *_alone(layer.mlp.down))
 
     @staticmethod
     def _copy_repeated(kept: Tensor, kept_layers: Sequence[int], width: int) -> None:
@@ -218,9 +219,10 @@ def _window(attention: Any) -> int | None:
     return getattr(owner, "sliding_window", None)
 
 
-def _alone(layer: Any) -> LinearLayer:
-    """Return a rank's own layer, of one that ranks share."""
-    return getattr(layer, "linear", layer)
+def _alone(layer: Any) -> tuple[LinearLayer, Callable[[Tensor], Tensor] | None]:
+    """Return a rank's own layer of one that ranks share, and what gives the largest of theirs."""
+    shared: TensorParallel | None = getattr(layer, "tensor_parallel", None)
+    return (layer, None) if shared is None else (layer.linear, shared.all_max)
 
 
 def _column(kept: Tensor, index: int, width: int) -> Tensor:

@@ -4,7 +4,7 @@
 (`runner.models.linear_choices`). On a CPU in bfloat16 `PackedLinear` takes its place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,9 +52,9 @@ class StreamedLinear:
         self.scales: Tensor | None = None
         self.wide_parts = False  # in float32 where our kernel makes them, however many there are
 
-    def quantize(self) -> None:
-        """Round the weight to 8 bits; the old one is let go."""
-        self.weight, self.scales = quantize_rows(self.weight)
+    def quantize(self, of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Round the weight to 8 bits; the old one is let go. See `quantize_rows`."""
+        self.weight, self.scales = quantize_rows(self.weight, of_ranks)
 
     def launch(self, x: Tensor, glu: bool = False) -> LinearLaunch | None:
         """Return how the layer is launched for x [T, K], None for the library."""
@@ -155,13 +155,19 @@ def separate_packed(model: nn.Module) -> None:
                 setattr(parent, name, child.alone())
 
 
-def round_linears(owner: Any, names: Sequence[str], joint: LinearLayer) -> None:
+def round_linears(
+    owner: Any,
+    names: Sequence[str],
+    joint: LinearLayer,
+    of_ranks: Callable[[Tensor], Tensor] | None = None,
+) -> None:
     """Round the weight of layers that were joined to 8 bits, in place; see `runner.models.fp8`.
 
     Args:
         owner: module that has them.
         names: of the layers, in the order in which they were joined.
         joint: what `join_linears` returned for them.
+        of_ranks: see `quantize_rows`.
 
     Raises:
         UnsupportedError: the weight is packed for a CPU.
@@ -175,7 +181,7 @@ def round_linears(owner: Any, names: Sequence[str], joint: LinearLayer) -> None:
         end = start + getattr(owner, name).out_features
         setattr(owner, name, PackedRows(joint, start, end))
         start = end
-    joint.quantize()
+    joint.quantize(of_ranks)
 
 
 def top1(linear: Any, x: Tensor, ids: Tensor | None = None) -> Tensor:

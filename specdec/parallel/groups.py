@@ -123,20 +123,20 @@ def init_groups(config: ParallelConfig, device_type: str = "cpu") -> ParallelGro
     """Set up the process groups of this rank; all ranks call it alike.
 
     What is set up lasts until `destroy_groups`, or the end of the process; asked again for the same
-    sizes, it is returned again.
+    sizes, it is returned again, with the `timeout_s` of the first call.
 
     Args:
         config: the sizes.
         device_type: "cuda" or "cpu": where the tensors of a step are.
 
     Raises:
-        ConfigError: the environment's world size is another one.
+        ConfigError: the environment's world size is another one, or there is no GPU for this rank.
         RankError: the other ranks cannot be reached.
     """
     global _groups
     if config.world_size == 1:
         return ParallelGroups(config)
-    if _groups is not None and _groups.config == config:
+    if _groups is not None and _sizes(_groups.config) == _sizes(config):
         return _groups
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != config.world_size:
@@ -155,13 +155,27 @@ def init_groups(config: ParallelConfig, device_type: str = "cpu") -> ParallelGro
     with watch_ranks("set up its process groups"):
         if not dist.is_initialized():
             if device_type == "cuda":
-                torch.cuda.set_device(local_rank)
+                _take_gpu(local_rank)
             backend = "nccl" if device_type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timeout)
         _groups = _make_groups(config, local_rank, timeout)
     atexit.register(destroy_groups)
     logger.debug("rank %d of %d is set up", _groups.rank, config.world_size)
     return _groups
+
+
+def _sizes(config: ParallelConfig) -> tuple[int, int]:
+    return config.data_parallel_size, config.tensor_parallel_size
+
+
+def _take_gpu(local_rank: int) -> None:
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no GPU of its own, for there are {num_gpus}; "
+            "start at most one rank a GPU, or give device='cpu'"
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def _make_groups(config: ParallelConfig, local_rank: int, timeout: timedelta) -> ParallelGroups:

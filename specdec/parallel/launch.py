@@ -2,9 +2,11 @@
 
 The ranks are processes of torch.multiprocessing with the environment that torchrun gives, so what
 runs in them runs under torchrun as well. A rank that dies or raises takes the others with it within
-seconds: they get a moment to write down what they have, then SIGTERM, then SIGKILL.
+seconds: they get a moment to write down what they have, then SIGTERM, then SIGKILL. So does an
+interrupt of the launcher.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -22,7 +24,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import start_processes
 
-from specdec.errors import SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.parallel.groups import RankError, destroy_groups, is_broken_connection
 
 logger = logging.getLogger(__name__)
@@ -54,8 +56,12 @@ def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> 
         args: what a new process can be given.
 
     Raises:
+        ConfigError: fewer than one.
         RankFailedError: a rank died or raised; all others are ended by then.
+        KeyboardInterrupt: the ranks were interrupted, too, and all are ended by then.
     """
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks={num_ranks} is not allowed; give an integer >= 1")
     # As torchrun's agent does: the store that ranks meet at outlives each of them.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="specdec-ranks-") as folder:
@@ -69,10 +75,15 @@ def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> 
             # Asked once a turn: to wait for an empty list would never end.
             while (running := _running(processes)) and not _failed(processes):
                 connection.wait([process.sentinel for process in running])
-            _wait(processes, _GRACE_S)
+        except KeyboardInterrupt:
+            _interrupt(processes)
+            raise
         finally:
-            ended = {rank: p.exitcode for rank, p in enumerate(processes)}  # by themselves
-            _end(processes)
+            try:
+                _wait(processes, _GRACE_S)
+            finally:  # a second interrupt waits no longer
+                ended = {rank: p.exitcode for rank, p in enumerate(processes)}  # by themselves
+                _end(processes)
         if any(ended[rank] for rank in ended) or None in ended.values():
             raise _failure(ended, Path(folder))
 
@@ -82,7 +93,7 @@ def _run_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], *job: An
     num_ranks, port, folder = job
     # torch has the system interrupt a rank whose launcher died. A job that a shell started in the
     # background ignores interrupts, and would go on for ever.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _be_interrupted)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
     local |= {"LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": _HOST, "MASTER_PORT": port}
     local |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
@@ -101,13 +112,21 @@ def _run_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], *job: An
     except BaseException as error:
         kind = "lost" if is_broken_connection(error) else "raised"
         reason = str(error)
-        if not isinstance(error, SpecdecError):
+        if isinstance(error, KeyboardInterrupt):
+            reason = "it was interrupted"
+        elif not isinstance(error, SpecdecError):
             reason = f"{type(error).__name__}: {error}"
             logger.error("rank %d failed", rank, exc_info=True)
         _leave_note(folder, rank, kind, f"failed: {reason}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the groups are in pieces: nothing is to wait for them on the way out
+
+
+def _be_interrupted(number: int, frame: Any) -> None:
+    """Interrupt this rank once: a shell and the launcher may both ask for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _leave_note(folder: str, rank: int, kind: str, what: str) -> None:
@@ -130,6 +149,14 @@ def _wait(processes: Sequence[BaseProcess], seconds: float) -> None:
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
+
+
+def _interrupt(processes: Sequence[BaseProcess]) -> None:
+    """Interrupt what still runs, so that it writes down what it has."""
+    for process in _running(processes):
+        assert process.pid is not None, "it runs"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

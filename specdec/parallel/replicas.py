@@ -46,6 +46,7 @@ from specdec.parallel.messages import encode, pack, unpack
 from specdec.parallel.placement import device_of_rank, device_type
 from specdec.parallel.rank_check import RankCheck
 from specdec.parallel.router import Router
+from specdec.registry import build_config
 from specdec.samples import RequestGroup
 from specdec.trace import StepTrace
 from specdec.types import Increment, SamplingParams
@@ -99,9 +100,9 @@ class DataParallelEngine:
         self._calls = self._ended = 0  # checksums of all calls so far
         self._num_steps = 0
         self._failure: str | None = None
-        self._check_options()
+        self._check_options(build_config("verifier", verifier)[1])
 
-    def _check_options(self) -> None:
+    def _check_options(self, verifier_config: Any) -> None:
         """Compare what the ranks were built with, and agree on what a replica can hold."""
         engine, check = self.engine, RankCheck(self.groups.control, 1)
         model = engine.target.model
@@ -109,7 +110,8 @@ class DataParallelEngine:
         names = [type(part).__name__ for part in (engine.drafter, engine.verifier)]
         names.append(type(engine.draft_length).__name__)
         config = dataclasses.replace(self.config, device="auto")
-        told = repr((config, engine.num_speculative_tokens, names, engine.target.name, sizes))
+        parts = names, verifier_config, engine.draft_length.config
+        told = repr((config, engine.num_speculative_tokens, *parts, engine.target.name, sizes))
         check.add("options", np.frombuffer(told.encode(), dtype=np.uint8))
         check.compare(0)
         num_blocks = engine.scheduler.blocks.num_blocks
@@ -240,9 +242,14 @@ class DataParallelEngine:
         self._note_end(request_id)
         if request_id in self.engine.unfinished_ids:
             self.engine.discard(request_id)
+        self.take_back(request_id)
+        self._forget(request_id)
+
+    def take_back(self, request_id: str) -> None:
+        """Forget increments of a request that no step has handed out."""
+        self.engine.take_back(request_id)
         self._outbox = [i for i in self._outbox if i.request_id != request_id]
         self._pending = [i for i in self._pending if i.request_id != request_id]
-        self._forget(request_id)
 
     def put_back(self, increments: list[Increment]) -> None:
         """Keep increments that were not for the caller of a step; they come with the next one."""

@@ -27,7 +27,7 @@ from runner.models.linear_choices import choices_digest, load_choices
 from runner.tensor_parallel import TensorParallel
 from specdec.config import EngineConfig
 from specdec.draft_length.base import DraftLengthBase
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedError
 from specdec.parallel.exchange import decide, least, share
 from specdec.parallel.groups import (
     LostRankError,
@@ -90,6 +90,12 @@ class TensorRanks:
                 f"the layers of target {target.name!r} are shared by {model.tensor_parallel.size} "
                 f"ranks already, and tensor_parallel_size={self.config.tensor_parallel_size}; give "
                 "that size, or load the target again"
+            )
+        if model.is_packed:
+            raise UnsupportedError(
+                f"target {target.name!r} was loaded whole and has packed weights (bf16 on a CPU, "
+                "or 8 bits), which cannot be divided among ranks; give its name, and each rank "
+                "loads its part"
             )
         HFModel.__init__(model, model.model, tensor_parallel=self.tensor_parallel)
 
