@@ -216,6 +216,22 @@ def plan_arms(config: RunConfig) -> list[ArmSpec]:
     return specs
 
 
+def advise_on_sampling(specs: Sequence[ArmSpec], config: RunConfig) -> str | None:
+    """Return where drafts that are drawn would be kept more often, None where all is well."""
+    rule = config.verifier.entry
+    temperature = config.sampling.temperature
+    if temperature <= 0 or not getattr(rule.cls, "favours_drawn", False):
+        return None
+    names = [spec.name for spec in specs if spec.drafter.spec.get("sampling") == "argmax"]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}: drafts are the likeliest tokens (sampling=argmax); at temperature "
+        f"{temperature:g} {rule.name} keeps more of drawn ones: drafter.sampling=gumbel "
+        "(docs/verifiers.md)"
+    )
+
+
 def _base_name(drafter: Plugin, k: int, draft_length: Plugin) -> str:
     if drafter.never_drafts:
         return drafter.entry.name

@@ -29,6 +29,7 @@ from rich.table import Table
 from experiments.arms import (
     Arm,
     ArmSpec,
+    advise_on_sampling,
     build_arm,
     choose_questions,
     encode,
@@ -109,6 +110,9 @@ def execute(config: RunConfig, path: Path, command: str, resolved: Mapping[str, 
     seed = config.seed
     paces = plan_paces(config.workload, len(questions), config.batch_size, seed)
     specs = plan_arms(config)
+    advice = advise_on_sampling(specs, config)
+    if advice is not None:
+        logger.info(advice)
     writes = config.engine.num_ranks == 1 or is_first_rank()
     folder = RunFolder(path) if writes else UnwrittenFolder(path)
     folder.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))

@@ -447,8 +447,9 @@ class Verifier(Protocol):
     """Decides how many drafts of a row are kept and draws the token after them.
 
     `sampler/verify/base.py` has defaults for what a rule may declare besides: `noise_epoch` (noise
-    of drafters is fresh in every step), `draft_stream` (their noise stream), `note` (shown beside
-    the verdict of a lossy rule), `check` (refuses a number of drafts) and `bind` (makes tensors).
+    of drafters is fresh in every step), `draft_stream` (their noise stream), `favours_drawn` (keeps
+    drawn drafts more often than the likeliest), `note` (shown beside the verdict of a lossy rule),
+    `check` (refuses a number of drafts) and `bind` (makes tensors).
     """
 
     name: str

@@ -16,7 +16,7 @@ from omegaconf.errors import ValidationError
 import experiments.run
 from drafters.base import DrafterBase, DrafterConfig
 from drafters.ngram import NgramConfig
-from experiments.arms import choose_questions, plan_arms
+from experiments.arms import advise_on_sampling, choose_questions, plan_arms
 from experiments.cli import CONF_DIR, VERSION_BASE, type_words
 from experiments.schemas import (
     CompareConfig,
@@ -122,6 +122,33 @@ def test_values_reach_the_objects_they_belong_to() -> None:
     )
     assert isinstance(config.tracker, WandbConfig)
     assert config.sampling.params(seed=1).top_p == 0.9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["sampling.temperature=0.8", "verifier=rejection"], "eagle3 K=4"),
+        (["sampling.temperature=0.8", "verifier=block"], "eagle3 K=4"),
+        (["sampling.temperature=0.8", "verifier=rejection", "drafter.sampling=gumbel"], None),
+        (["sampling.temperature=0.8", "verifier=sampled_match"], None),
+        (["sampling.temperature=0", "verifier=rejection"], None),
+    ],
+)
+def test_likeliest_drafts_are_advised_against_where_drawn_ones_are_kept_more_often(
+    overrides: list[str], named: str | None
+) -> None:
+    config = compose_run("drafter=eagle3", "num_speculative_tokens=4", *overrides)
+    advice = advise_on_sampling(plan_arms(config), config)
+    assert (advice is None) == (named is None)
+    if advice is not None:
+        assert advice.startswith(f"{named}: ")
+        assert config.verifier.entry.name in advice
+        assert "drafter.sampling=gumbel" in advice
+
+
+def test_a_drafter_that_cannot_draw_is_not_advised_to() -> None:
+    config = compose_run("drafter=ngram", "sampling.temperature=1", "verifier=rejection")
+    assert advise_on_sampling(plan_arms(config), config) is None
 
 
 def test_the_demo_asks_every_category_and_compares_what_is_there() -> None:

@@ -28,6 +28,9 @@ class VerifierBase:
     # True: noise of drafters also knows the row's length, so that it is fresh in every step.
     noise_epoch = False
     draft_stream = STREAM_DRAFT  # noise stream of drafters
+    # True: a draft that was drawn from q is kept more often than the likeliest one, see
+    # docs/verifiers.md; runs at a temperature advise drafters that could draw.
+    favours_drawn = False
     honours_masks = (
         True  # False: keeps drafts that a mask forbids, so parameters with one are refused
     )

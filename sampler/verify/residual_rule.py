@@ -14,6 +14,7 @@ class ResidualRule(VerifierBase):
 
     lossless = True
     text_equal = False
+    favours_drawn = True
     residual_stream = STREAM_RESIDUAL
 
     def verify(self, inputs: VerifyInputs) -> VerifyOutputs:
