@@ -182,8 +182,11 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
 def test_an_interrupt_lets_ranks_write_down_what_they_have(tmp_path: Path, whom: str) -> None:
     script = tmp_path / "start.py"
     script.write_text(_LAUNCHER)
+    # Whatever started the tests may ignore interrupts; a user's launcher does not.
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     launcher = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path), "save_when_interrupted"],
+        preexec_fn=listens,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
