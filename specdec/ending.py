@@ -5,7 +5,7 @@ it shows anywhere.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.types import FinishReason, SamplingParams
@@ -15,7 +15,10 @@ from specdec.types import FinishReason, SamplingParams
 class _Cursor:
     """How far tokens were decoded."""
 
-    prefix: int = 0  # decoding begins here: a little before the last complete character
+    # The last tokens that gave text: what follows is decoded behind them. Where nothing has yet,
+    # all tokens so far.
+    prefix: int = 0
+    stop: int = 0
     read: int = 0  # tokens whose text is known
 
 
@@ -123,7 +126,7 @@ class Detokenizer:
         self._num_measured = end
         if both:
             self._text += new
-            self._whole.prefix, self._whole.read = self._runs.prefix, self._runs.read
+            self._whole = replace(self._runs)
         return self._runs.read > read
 
     def _extend(self, final: bool) -> None:
@@ -136,13 +139,23 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         # Spacing depends on neighbours, so the tokens before are decoded along.
-        token_ids, decode = self.token_ids, self._tokenizer.decode
-        before = decode(token_ids[cursor.prefix : cursor.read], skip_special_tokens=True)
-        after = decode(token_ids[cursor.prefix : end], skip_special_tokens=True)
+        context, new = (
+            self.token_ids[cursor.prefix : cursor.stop],
+            self.token_ids[cursor.read : end],
+        )
+        before = self._tokenizer.decode(context, skip_special_tokens=True)
+        after = self._tokenizer.decode(context + new, skip_special_tokens=True)
         if after.endswith("\ufffd") and not final:
             return ""
-        cursor.prefix, cursor.read = cursor.read, end
-        return after[len(before) :]
+        text = after[len(before) :]
+        if text:
+            cursor.prefix, cursor.stop = cursor.read, end
+        elif not before:
+            cursor.stop = end
+        # Else special tokens, which are left out: behind them alone a tokenizer may take what
+        # follows for the beginning of a text, and drop its space.
+        cursor.read = end
+        return text
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from specdec import LLM, RequestOutput, SamplingParams
 from specdec.ending import Detokenizer, Trimmed, trim
@@ -308,3 +311,28 @@ def test_no_tokenizer_gives_no_text_and_still_ends() -> None:
     trimmed = trim([5, 6, EOS, 7], 9, SamplingParams(), frozenset({EOS}), detokenizer)
     assert trimmed == Trimmed([5, 6, EOS], "stop", None)
     assert detokenizer.text == ""
+
+
+@functools.cache
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer that, as SentencePiece's do, drops the space that begins a text."""
+    words = ["<unk>", "<eos>", "\u2581Hello", "\u2581world", "\u2581", "!"]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(token_ids=st.lists(st.integers(1, 5), max_size=8), stop=st.sampled_from([(), ("never",)]))
+def test_special_tokens_inside_a_text_drop_no_space(token_ids: list[int], stop: tuple[str]) -> None:
+    detokenizer, streamed = Detokenizer(word_tokenizer(), stop), ""
+    for i, token_id in enumerate(token_ids):
+        detokenizer.add(token_id)
+        streamed += detokenizer.piece(i, i + 1, final=False)
+    detokenizer.finish()
+    streamed += detokenizer.piece(len(token_ids), len(token_ids), final=True)
+    whole = word_tokenizer().decode(token_ids, skip_special_tokens=True)
+    assert (detokenizer.text, streamed) == (whole, whole)
