@@ -109,7 +109,8 @@ class RowEnds:
     def add_request(self, row: int, end_token_ids: Collection[int]) -> None:
         """Stage the tokens that end the text of a row's new owner."""
         values = np.full(MAX_END_TOKENS, -1, dtype=np.int32)
-        known = sorted(end_token_ids)[:MAX_END_TOKENS]
+        # Other numbers are no tokens, may be those that stand for none, or do not fit the table.
+        known = sorted(i for i in end_token_ids if 0 <= i < 2**31)[:MAX_END_TOKENS]
         values[: len(known)] = known
         self.end_token_ids.stage_write(row, 0, values)
 

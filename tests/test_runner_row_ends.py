@@ -65,3 +65,11 @@ def test_more_end_tokens_than_the_table_holds_are_left_to_the_host(device: torch
     ends.add_request(1, [7])  # a new owner leaves nothing of the last one's
     ends.end_token_ids.apply_write()
     assert ends.end_token_ids.tensor[1].tolist() == [7] + [-1] * (MAX_END_TOKENS - 1)
+
+
+def test_numbers_that_are_no_tokens_end_nothing(device: torch.device) -> None:
+    """-2 is what stands behind the end of a run, -1 behind the end of a list of end tokens."""
+    ends = RowEnds(1, device)
+    ends.add_request(0, [2**40, -2, 7, -1])
+    ends.end_token_ids.apply_write()
+    assert ends.end_token_ids.tensor[0].tolist() == [7] + [-1] * (MAX_END_TOKENS - 1)
