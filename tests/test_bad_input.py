@@ -370,3 +370,19 @@ def test_every_error_of_ours_is_a_specdec_error() -> None:
     for kind in (ConfigError, UnsupportedError, CapacityError, WeightsError):
         assert issubclass(kind, SpecdecError)
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [65, 66], "bad_words": ["A", "B"]},
+        {"allowed_token_ids": [65], "stop_token_ids": [65], "min_tokens": 2},
+        {"allowed_token_ids": [TOKENIZER.eos_token_id, 65], "bad_words": ["A"], "min_tokens": 1},
+    ],
+)
+def test_parameters_that_leave_no_token_are_refused(fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    refused(ConfigError, lambda: make_llm().generate([1], params), "leave no token to draw")
+    fields["allowed_token_ids"].append(67)  # with another token they are honoured
+    (output,) = make_llm().generate([1], SamplingParams(**fields, max_tokens=2))
+    assert set(output.token_ids) <= set(fields["allowed_token_ids"])

@@ -228,7 +228,8 @@ def test_engine_without_penalties_refuses_them_and_keeps_no_counts(
 def test_line_without_a_token_left_still_draws_one_of_the_vocabulary(
     drafter: Any, scope: str, verifier: str
 ) -> None:
-    dead = {"allowed_token_ids": [5, 6], "min_tokens": 4, "stop_token_ids": [5, 6]}
+    # Behind one of them every allowed token completes a bad word: known only while they are drawn.
+    dead = {"allowed_token_ids": [65, 66], "bad_words": ["AA", "AB", "BA", "BB"]}
     params = [
         SamplingParams(temperature=0.0, max_tokens=8, **dead),
         SamplingParams(temperature=1.0, max_tokens=8, seed=1, **dead),
@@ -236,13 +237,17 @@ def test_line_without_a_token_left_still_draws_one_of_the_vocabulary(
         SamplingParams(temperature=0.7, max_tokens=8, seed=3, min_p=0.5, **dead),
         SamplingParams(temperature=1.0, max_tokens=8, seed=4),
     ]
-    llm = LLM(tiny_target(tiny_model()), drafter, verifier, 3, max_model_len=40, graph_scope=scope)
+    tokenizer = byte_tokenizer()
+    vocab_size = len(tokenizer)
+    target = tiny_target(tiny_model(vocab_size=vocab_size), tokenizer)
+    llm = LLM(target, drafter, verifier, 3, max_model_len=40, graph_scope=scope)
     outputs = llm.generate(random_prompts((4, 9, 3, 5, 6)), params)
     plain = llm.generate(random_prompts((4, 9, 3, 5, 6))[4:], params[4:])
     for output in outputs:
-        assert all(0 <= token < V for token in output.token_ids)
-        assert len(output.token_ids) >= 4
-    assert all(token in (5, 6) for token in outputs[1].token_ids[4:])
+        assert all(0 <= token < vocab_size for token in output.token_ids)
+        assert len(output.token_ids) == 8
+    for output in outputs[:4]:
+        assert [token in (65, 66) for token in output.token_ids] == [True, False] * 4
     assert outputs[4].token_ids == plain[0].token_ids  # its neighbours do no harm
 
 

@@ -4,9 +4,12 @@ import torch
 from torch import Tensor
 
 from runner.buffers import StagedWriteTensor
+from sampler.processors.bad_words import encode_word
 from sampler.processors.base import LogitsProcessorBase
 from sampler.processors.checks import check_ids
+from sampler.processors.min_tokens import stop_tokens
 from sampler.processors.token_mask import apply_token_mask, num_mask_words, pack_token_ids
+from specdec.errors import ConfigError
 from specdec.protocols import LogitsContext, ProcessorSetup, RequestContext
 from specdec.types import SamplingParams
 
@@ -24,8 +27,21 @@ class AllowedTokenIds(LogitsProcessorBase):
         self._mask = StagedWriteTensor((rows, words), torch.int32, setup.device)
 
     def check_request(self, params: SamplingParams, context: RequestContext) -> None:
-        """Refuse ids that are not in the vocabulary."""
-        check_ids("allowed_token_ids", params.allowed_token_ids or (), context.vocab_size)
+        """Refuse ids that are not in the vocabulary, and ids that are all forbidden elsewhere."""
+        if params.allowed_token_ids is None:
+            return
+        check_ids("allowed_token_ids", params.allowed_token_ids, context.vocab_size)
+        left = set(params.allowed_token_ids)
+        if params.min_tokens:
+            left.difference_update(stop_tokens(params, context))
+        if context.tokenizer is not None:
+            words = [encode_word(context.tokenizer, word) for word in params.bad_words or ()]
+            left.difference_update(form[0] for forms in words for form in forms if len(form) == 1)
+        if not left:
+            raise ConfigError(
+                f"allowed_token_ids={params.allowed_token_ids} leave no token to draw, as "
+                f"bad_words and min_tokens forbid all of them; allow another, or forbid less"
+            )
 
     def add_request(self, row: int, params: SamplingParams, context: RequestContext) -> bool:
         """Stage the mask, where there is one."""

@@ -37,17 +37,17 @@ class MinTokens(LogitsProcessorBase):
     def check_request(self, params: SamplingParams, context: RequestContext) -> None:
         """Refuse more stop tokens than a row holds."""
         if params.min_tokens:
-            num_stop = len(_stop_tokens(params, context))
+            num_stop = len(stop_tokens(params, context))
             check_count("min_tokens with stop_token_ids and EOS", num_stop, MAX_STOP_TOKENS)
 
     def add_request(self, row: int, params: SamplingParams, context: RequestContext) -> bool:
         """Stage the minimum, and the stop tokens where there is one."""
         self._min_tokens.stage_write(row, 0, params.min_tokens)
-        stop_tokens = _stop_tokens(params, context)
-        if params.min_tokens == 0 or not stop_tokens:
+        banned = stop_tokens(params, context)
+        if params.min_tokens == 0 or not banned:
             self._stop_tokens.stage_write(row, 0, 0)
             return False
-        self._stop_tokens.stage_write(row, 0, [len(stop_tokens), *stop_tokens])
+        self._stop_tokens.stage_write(row, 0, [len(banned), *banned])
         return True
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> None:
@@ -55,7 +55,7 @@ class MinTokens(LogitsProcessorBase):
         apply_min_tokens(logits, ctx, self._min_tokens.tensor, self._stop_tokens.tensor)
 
 
-def _stop_tokens(params: SamplingParams, context: RequestContext) -> list[int]:
+def stop_tokens(params: SamplingParams, context: RequestContext) -> list[int]:
     """Return the ids that a request with a minimum may not draw too early."""
     # With ignore_eos, too: a minimum means that the text goes on, and EOS in it is none.
     ids = context.eos_token_ids.union(params.stop_token_ids or ())
