@@ -57,7 +57,9 @@ class Admission:
         grammar = None if structure is None else self.grammars.compile(structure)
         arrival = next(self._arrivals)
         # Unseeded requests get a seed from the engine's own and their arrival: recorded.
-        seed = params.seed if params.seed is not None else self.config.seed * 1_000_003 + arrival
+        seed = params.seed
+        if seed is None:
+            seed = _as_int64(self.config.seed * 1_000_003 + arrival)
         end_token_ids = frozenset(params.stop_token_ids or ()).union(
             () if params.ignore_eos else self.eos_token_ids
         )
@@ -90,3 +92,8 @@ class Admission:
     def _new_stats(self) -> RequestStats:
         k = self.num_speculative_tokens
         return RequestStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
+
+
+def _as_int64(value: int) -> int:
+    """Return the signed 64-bit number with the low bits of `value`: a seed that may be given."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -106,8 +106,9 @@ def test_greedy_samples_are_one_text() -> None:
     assert texts_of(output) == [output.token_ids] * 3
 
 
-def test_recorded_seed_gives_all_samples_again() -> None:
-    (output,) = make_llm("none", seed=5).generate([PROMPTS[0]], params(3, seed=None))
+@pytest.mark.parametrize("engine_seed", [5, 1_789_000_000_000_000_000])  # the time in ns, say
+def test_recorded_seed_gives_all_samples_again(engine_seed: int) -> None:
+    (output,) = make_llm("none", seed=engine_seed).generate([PROMPTS[0]], params(3, seed=None))
     (again,) = make_llm(seed=6).generate([PROMPTS[0]], params(3, seed=output.seed))
     assert texts_of(again) == texts_of(output)
 
