@@ -37,8 +37,10 @@ from sampler.noise import (
 BLOCK_SIZE = 2048  # tokens a program
 # ln 2 / 2^23: turns the bits of a float into its natural logarithm, nearly.
 LOG_OF_BITS = tl.constexpr(8.262958e-08)
-# Noise is -log(h / 2^32) for its 32 bits h; exact scores are rounded, hence the margin.
+# Noise is -log(h / 2^32) for its 32 bits h, and is rounded, hence the margin.
 NOISE_BOUND = tl.constexpr((127 + 32) * 0.6931471805599453 + 1e-3)
+# Sums of scores and noise are rounded, too: as a share of a large score, that is more.
+ROUNDING = tl.constexpr(5e-7)
 
 
 @triton.jit
@@ -64,10 +66,17 @@ def best_block_device(max_ptr, arg_ptr, num_blocks, PADDED_BLOCKS: tl.constexpr)
 def score_bounds_device(scores, a, b, tokens):
     """Return what `scores + noise_gumbel_device(a, b, tokens)` cannot exceed, short of a constant.
 
-    `NOISE_BOUND` has to be added, to the largest of a block.
+    `add_noise_bound_device` adds that, to the largest of a block.
     """
     bits = noise_bits_device(a, b, tokens).to(tl.float32).to(tl.int32, bitcast=True)
     return scores - bits.to(tl.float32) * LOG_OF_BITS
+
+
+@triton.jit
+def add_noise_bound_device(largest):
+    """Return the bound of a block from the largest of its `score_bounds_device`."""
+    bound = largest + NOISE_BOUND
+    return tl.where(bound > float("-inf"), bound + tl.abs(bound) * ROUNDING, bound)
 
 
 @triton.jit
@@ -98,7 +107,7 @@ def _score_bounds_kernel(
         a, b = noise_key_device(
             tl.load(seeds_ptr + safe_row), tl.load(positions_ptr + line), STREAM
         )
-        bound = tl.max(score_bounds_device(scores, a, b, tokens), axis=0) + NOISE_BOUND
+        bound = add_noise_bound_device(tl.max(score_bounds_device(scores, a, b, tokens), axis=0))
     else:
         bound = tl.max(scores, axis=0)
     tl.store(bounds_ptr + line * num_blocks + block, bound)

@@ -234,6 +234,25 @@ def test_lines_are_searched_beyond_the_block_of_the_highest_bound(
     assert (highest != twin // BLOCK_SIZE).any(), "the first block always had the best token"
 
 
+def test_no_block_is_left_out_where_scores_round_by_more_than_the_noise_differs(
+    device: torch.device,
+) -> None:
+    num_lines, vocab_size = 40, 3 * BLOCK_SIZE + 5
+    generator = torch.Generator().manual_seed(0)
+    ties = torch.rand(num_lines, vocab_size, generator=generator) < 0.06
+    logits = torch.where(ties, 1.2e7, 0.0)  # as a low temperature makes them
+    arguments = (
+        logits,
+        torch.zeros(num_lines, dtype=torch.int32),
+        torch.arange(num_lines),
+        torch.ones(1),
+        torch.full((1,), 4),
+    )
+    twin = gumbel_sample_ref(*arguments, STREAM_TARGET)
+    moved = (tensor.to(device) for tensor in arguments)
+    assert torch.equal(gumbel_sample(*moved, STREAM_TARGET).cpu(), twin)  # pyright: ignore[reportCallIssue]
+
+
 def test_ties_go_to_the_lowest_id_within_and_across_blocks(device: torch.device) -> None:
     logits = torch.zeros(3, 4097, device=device)
     logits[0, [1030, 1040, 3000]] = 5.0

@@ -25,7 +25,7 @@ from runner.dispatch import use_triton
 from sampler.gumbel import (
     BLOCK_SIZE,
     LOG_OF_BITS,
-    NOISE_BOUND,
+    add_noise_bound_device,
     best_token_device,
     better_token_device,
     gumbel_sample,
@@ -62,7 +62,7 @@ def _block_scores_device(
 ):
     """Return the noisy scores of a block of a law, its tokens and which of them exist.
 
-    Bounds of noisy scores lack `NOISE_BOUND`.
+    Bounds of noisy scores lack what `add_noise_bound_device` adds.
     """
     tokens = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = tokens < vocab_size
@@ -214,7 +214,8 @@ def _residual_bounds_kernel(
             HAS_Q=HAS_Q,
             BLOCK_SIZE=BLOCK_SIZE,
         )
-        bound = tl.max(scores, axis=0) + tl.where(sampled > 0, NOISE_BOUND, 0.0)
+        bound = tl.max(scores, axis=0)
+        bound = tl.where(sampled > 0, add_noise_bound_device(bound), bound)
         tl.store(bounds_ptr + block, bound)
 
 
