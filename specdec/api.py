@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from runner.loader import LoadedTarget
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -121,7 +123,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     items = list(prompts)
     if items and isinstance(items[0], Mapping):
         return [items]
-    if items and not isinstance(items[0], str) and not isinstance(items[0], Sequence):
+    if items and not isinstance(items[0], str | Sequence | np.ndarray):
         return [items]
     if not items:
         raise ConfigError("no prompt was given; give a string, token ids, or chat messages")

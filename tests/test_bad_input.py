@@ -386,3 +386,12 @@ def test_parameters_that_leave_no_token_are_refused(fields: dict[str, Any]) -> N
     fields["allowed_token_ids"].append(67)  # with another token they are honoured
     (output,) = make_llm().generate([1], SamplingParams(**fields, max_tokens=2))
     assert set(output.token_ids) <= set(fields["allowed_token_ids"])
+
+
+def test_arrays_of_token_ids_are_prompts_alone_and_in_a_list() -> None:
+    prompt, params = [72, 105, 72], SamplingParams(temperature=0.0, max_tokens=3)
+    (expected,) = make_llm().generate(prompt, params)
+    for prompts in (np.array(prompt), [np.array(prompt)], np.array([prompt, prompt])):
+        for output in make_llm().generate(prompts, params):  # pyright: ignore[reportArgumentType]
+            assert output.prompt_token_ids == prompt
+            assert output.token_ids == expected.token_ids
