@@ -10,13 +10,15 @@ from typing import Any
 
 from specdec.types import FinishReason, SamplingParams
 
+_MAX_LEADING = 16  # tokens without text that are kept where a text begins
+
 
 @dataclass
 class _Cursor:
     """How far tokens were decoded."""
 
     # The last tokens that gave text: what follows is decoded behind them. Where nothing has yet,
-    # all tokens so far.
+    # the first tokens.
     prefix: int = 0
     stop: int = 0
     read: int = 0  # tokens whose text is known
@@ -150,7 +152,7 @@ class Detokenizer:
         text = after[len(before) :]
         if text:
             cursor.prefix, cursor.stop = cursor.read, end
-        elif not before:
+        elif not before and end <= _MAX_LEADING:
             cursor.stop = end
         # Else special tokens, which are left out: behind them alone a tokenizer may take what
         # follows for the beginning of a text, and drop its space.
