@@ -72,7 +72,7 @@ is that of `scipy.stats.bootstrap(..., paired=True, method="percentile")`, which
 with; on sums per unit all resamples are one matrix product.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -348,7 +348,7 @@ def compare_arms(one: ArmTraces, other: ArmTraces) -> pd.DataFrame:
     lengths, speeds = paired_lengths(one, other), paired_speeds(one, other)
     lines: list[dict[str, Any]] = []
     for measure, change, sums, values in (
-        ("accepted_length", "difference", lengths, _two_lengths),
+        ("accepted_length", "difference", lengths, _two_lengths(lengths)),
         ("tokens_per_s", "ratio", speeds, _two_speeds),
         ("speedup", "ratio", speeds, _two_speedups),
     ):
@@ -356,7 +356,7 @@ def compare_arms(one: ArmTraces, other: ArmTraces) -> pd.DataFrame:
         result = Estimate(np.nan, np.nan, np.nan)
         both = [np.nan, np.nan]
         if len(sums):
-            result = estimate(sums, lambda s, f=values, g=combine: g(*f(s)))
+            result = _changed(sums, values, combine)
             both = [float(v[0]) for v in values(sums.sum(axis=0, keepdims=True))]
         none = 0.0 if change == "difference" else 1.0
         line: dict[str, Any] = {"measure": measure, "one": both[0], "other": both[1]}
@@ -392,8 +392,28 @@ def _two_steps(sums: Array) -> tuple[Array, Array]:
     return ratio(sums[:, 0], sums[:, 1]), ratio(sums[:, 2], sums[:, 3])
 
 
-def _two_lengths(sums: Array) -> tuple[Array, Array]:
-    return ratio(sums[:, 0], sums[:, 1], 1.0), ratio(sums[:, 2], sums[:, 3], 1.0)
+def _two_lengths(units: Array) -> Callable[[Array], tuple[Array, Array]]:
+    """Return what takes both accepted lengths of sums; an arm is 1 where no unit has a verify row.
+
+    A resample that drew none of the units with some has no length, as in `_share`.
+    """
+    empty = [np.nan if units[:, column].any() else 1.0 for column in (1, 3)]
+
+    def lengths(sums: Array) -> tuple[Array, Array]:
+        return ratio(sums[:, 0], sums[:, 1], empty[0]), ratio(sums[:, 2], sums[:, 3], empty[1])
+
+    return lengths
+
+
+def _changed(
+    sums: Array,
+    values: Callable[[Array], tuple[Array, Array]],
+    combine: Callable[[Array, Array], Array],
+) -> Estimate:
+    """Return the change of a measure; no interval where one unit alone counts in a denominator."""
+    result = estimate(sums, lambda s: combine(*values(s)))
+    is_alone = 1 in np.count_nonzero(sums[:, 1::2], axis=0)
+    return Estimate(result.value, np.nan, np.nan) if is_alone else result
 
 
 def _two_speeds(sums: Array) -> tuple[Array, Array]:
@@ -462,11 +482,12 @@ def _share(numerator: Array, denominator: Array, empty: float = np.nan) -> Estim
     """Return a ratio of sums over units.
 
     Where one unit alone has what is divided by, the resamples cannot differ: no interval is known.
+    `empty` is the value where no unit has any, not that of a resample that drew none of those.
     """
     sums = np.stack([numerator, denominator], axis=1)
-    result = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
-    is_alone = np.count_nonzero(denominator) == 1
-    return Estimate(result.value, np.nan, np.nan) if is_alone else result
+    num_counting = np.count_nonzero(denominator)
+    result = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], np.nan if num_counting else empty))
+    return Estimate(result.value, np.nan, np.nan) if num_counting == 1 else result
 
 
 def _total(frame: pd.DataFrame, column: str) -> float:
