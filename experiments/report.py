@@ -113,8 +113,9 @@ def _paired_table(run: Run, summary: pd.DataFrame) -> HtmlTable | None:
 
 def read_tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read `summary.csv` and `categories.csv` back; only an empty cell is a missing value."""
+    texts = {"arm": str, "category": str}  # also those that look like numbers
     summary, categories = (
-        pd.read_csv(folder / name, keep_default_na=False, na_values=[""], dtype={"arm": str})
+        pd.read_csv(folder / name, keep_default_na=False, na_values=[""], dtype=texts)
         for name in ("summary.csv", "categories.csv")
     )
     return summary, categories

@@ -110,7 +110,9 @@ def draw(summary: pd.DataFrame, path: Path) -> None:
     by_k, by_position = figure.subplots(1, 2)
     own = summary.loc[summary["category"] == ALL]
     for name, lines in own.groupby("drafter", sort=False):
-        (drawn,) = by_k.plot(lines["k"], lines["accepted_length"], "o-", label=name)
+        (drawn,) = by_k.plot(
+            lines["k"], lines["accepted_length"], "o-", label=str(name).replace("$", r"\$")
+        )
         low, high = lines["accepted_length_low"], lines["accepted_length_high"]
         by_k.fill_between(lines["k"], low, high, alpha=0.2, color=drawn.get_color())
         longest = lines.iloc[-1]

@@ -1,0 +1,77 @@
+"""Reports of runs with odd names, and of runs that were cut before every arm had its turn."""
+
+import io
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from experiments import report, shadow_report
+from experiments.overview import build_overview
+from tests import run_folders
+from tests.run_folders import write_run
+
+TABLES = ("requests", "steps", "timings")
+
+
+def keep(folder: Path, arm: str, category: str | None) -> None:
+    """Leave of an arm one category, or nothing."""
+    for name, column in zip(TABLES, ("label", None, "category"), strict=True):
+        frame = pd.read_parquet(folder / f"{name}.parquet")
+        gone = frame["arm"] == arm
+        if category is not None:
+            gone &= frame[column] != category if column else False
+        frame.loc[~gone].to_parquet(folder / f"{name}.parquet", index=False)
+
+
+def printed(folder: Path) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=120)
+    for table in report.render_table(*report.read_tables(folder)):
+        console.print(table)
+    return stream.getvalue()
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folders, "CATEGORIES", ("cost $x^{", "$5_{"))
+    folder = write_run(tmp_path / "run", num_prompts=4)
+    report.build_report(folder)
+    build_overview(folder)
+    assert "cost $x^{" in printed(folder)
+
+
+def test_a_shadow_plot_takes_a_drafter_named_with_dollars(tmp_path: Path) -> None:
+    line = {"drafter": "ngram path=$x^{$", "k": 1, "category": shadow_report.ALL}
+    line |= {"accepted_length": 1.5, "accepted_length_low": 1.2, "accepted_length_high": 1.8}
+    shadow_report.draw(pd.DataFrame([line | {"acceptance_at_1": 0.5}]), tmp_path / "shadow.png")
+    assert (tmp_path / "shadow.png").stat().st_size > 1000
+
+
+def test_categories_that_look_like_numbers_keep_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folders, "CATEGORIES", ("2023", "007"))
+    folder = write_run(tmp_path / "run", num_prompts=4)
+    report.build_report(folder)
+    text = printed(folder)
+    assert " 2023 " in text
+    assert " 007 " in text
+    assert "no category" not in text
+
+
+def test_a_category_that_the_baseline_alone_reached_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_prompts=4, drafts=run_folders.DRAFTS[:1])
+    keep(folder, "ngram K=2", "writing")
+    page = report.build_report(folder).read_text(encoding="utf-8")
+    cells = page[page.index(">code<") :].split("</tr>")[0]
+    assert ">2<" in cells
+    assert ">-<" in cells
+    assert "code" in printed(folder)
+
+
+def test_an_arm_that_answered_nothing_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_prompts=4)
+    keep(folder, "ngram K=2", None)
+    report.build_report(folder)
+    assert "ngram K=2" in printed(folder)
