@@ -3,12 +3,17 @@
 import io
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
 
 from experiments import report, shadow_report
 from experiments.overview import build_overview
+from experiments.run import _latency_table
+from experiments.shadow_texts import Text
+from experiments.shadow_walk import TextOutcome
+from specdec.latencies import latency_frame, summarise_latencies
 from tests import run_folders
 from tests.run_folders import write_run
 
@@ -48,6 +53,18 @@ def test_a_shadow_plot_takes_a_drafter_named_with_dollars(tmp_path: Path) -> Non
     assert (tmp_path / "shadow.png").stat().st_size > 1000
 
 
+def test_texts_without_a_start_pull_no_bound_of_a_prediction_to_one() -> None:
+    ended = [(f"q{i}", 0, 0.0) for i in range(8)]
+    texts, outcomes = [], []
+    for prompt, committed, steps in [("a", 6, 2.0), ("b", 8, 2.0), *ended]:
+        texts.append(Text(f"{prompt}/1", prompt, "qa", 0, [0] * (committed + 2), 1, 99))
+        outcomes.append(TextOutcome(steps, committed, *np.zeros((3, 1))))
+    prediction = shadow_report.Prediction("ngram", 1, "scored", outcomes)
+    line = shadow_report.summarise([prediction], texts).iloc[0]
+    names = [f"accepted_length{end}" for end in ("", "_low", "_high")]
+    assert [line[name] for name in names] == [3.5, 3.0, 4.0]
+
+
 def test_categories_that_look_like_numbers_keep_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,3 +92,17 @@ def test_an_arm_that_answered_nothing_is_shown(tmp_path: Path) -> None:
     keep(folder, "ngram K=2", None)
     report.build_report(folder)
     assert "ngram K=2" in printed(folder)
+
+
+def test_latencies_that_were_not_measured_are_dashes() -> None:
+    rows = [
+        {"arm": "x path=[a]", "request_id": f"{i}/1", "num_tokens": 1, "e2e_s": 0.5, "ttft_s": 0.5}
+        for i in range(2)
+    ]
+    frame = latency_frame([{"random_tokens": False, "queue_s": 0.0, **row} for row in rows])
+    table = _latency_table(summarise_latencies(frame, [{"arm": "x path=[a]", "k": 2}]), "trace")
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(table)
+    assert "nan" not in stream.getvalue()
+    assert "- / -" in stream.getvalue()
+    assert "x path=[a]" in stream.getvalue()
