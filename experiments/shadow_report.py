@@ -11,7 +11,7 @@ from rich.table import Table
 
 from experiments.shadow_texts import Text
 from experiments.shadow_walk import TextOutcome
-from specdec.intervals import Array, estimate, ratio
+from specdec.intervals import Array, ratio, share
 
 ALL = "all"  # stands for every category
 
@@ -64,7 +64,7 @@ def _line(
         drafted += outcome.drafted
         reached += outcome.reached
         accepted += outcome.accepted
-    length = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty=1.0))
+    length = share(sums[:, 0], sums[:, 1], empty=1.0)
     line: dict[str, Any] = {
         "drafter": prediction.drafter,
         "k": prediction.k,

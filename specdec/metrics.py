@@ -78,7 +78,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specdec.intervals import Array, Estimate, estimate, ratio
+from specdec.intervals import Array, Estimate, estimate, ratio, share
 from specdec.units import (
     ArmTraces,
     counted,
@@ -190,8 +190,8 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
             sums = sums_by(counts, "prompt", columns[2:5])
             totals = [int(total) for total in sums.sum(axis=0)]
             line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
-            line |= _named("unconditional", _share(sums[:, 2], sums[:, 0]))
-            line |= _named("conditional", _share(sums[:, 2], sums[:, 1]))
+            line |= _named("unconditional", share(sums[:, 2], sums[:, 0]))
+            line |= _named("conditional", share(sums[:, 2], sums[:, 1]))
             lines.append(line)
     return pd.DataFrame(lines, columns=columns)
 
@@ -395,7 +395,7 @@ def _two_steps(sums: Array) -> tuple[Array, Array]:
 def _two_lengths(units: Array) -> Callable[[Array], tuple[Array, Array]]:
     """Return what takes both accepted lengths of sums; an arm is 1 where no unit has a verify row.
 
-    A resample that drew none of the units with some has no length, as in `_share`.
+    A resample that drew none of the units with some has no length, as in `share`.
     """
     empty = [np.nan if units[:, column].any() else 1.0 for column in (1, 3)]
 
@@ -475,19 +475,7 @@ def _prompt_ratio(
     """Return a ratio of sums over verify rows."""
     columns = [numerator, denominator]
     sums = sums_by(counted(requests, columns), "prompt", columns)
-    return _share(sums[:, 0], sums[:, 1], empty)
-
-
-def _share(numerator: Array, denominator: Array, empty: float = np.nan) -> Estimate:
-    """Return a ratio of sums over units.
-
-    Where one unit alone has what is divided by, the resamples cannot differ: no interval is known.
-    `empty` is the value where no unit has any, not that of a resample that drew none of those.
-    """
-    sums = np.stack([numerator, denominator], axis=1)
-    num_counting = np.count_nonzero(denominator)
-    result = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], np.nan if num_counting else empty))
-    return Estimate(result.value, np.nan, np.nan) if num_counting == 1 else result
+    return share(sums[:, 0], sums[:, 1], empty)
 
 
 def _total(frame: pd.DataFrame, column: str) -> float:
