@@ -338,6 +338,7 @@ def _join(loaded: Mapping[str, Run]) -> Runs:
     configs = {name: run.config for name, run in loaded.items()}
     rows = [_arm_row(name, arm, run) for name, run in loaded.items() for arm in run.arms]
     arms = pd.DataFrame(rows)
+    arms["prompts"] = _told_apart(list(arms["prompts"]), [configs[run] for run in arms["run"]])
     arms.insert(2, "name", _labels(arms))
     requests, steps, timings = (
         _stack([_first_columns(getattr(run, table), name) for name, run in loaded.items()])
@@ -389,6 +390,18 @@ def _prompts_label(prompts: Mapping[str, Any]) -> str:
         text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
         parts.append(f"{key}={text}")
     return " ".join(parts)
+
+
+def _told_apart(labels: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return labels of prompts; question files of one name in several folders have their paths."""
+    paths = [str((config.get("prompts") or {}).get("path")) for config in configs]
+    by_name: dict[str, set[str]] = {}
+    for path in paths:
+        by_name.setdefault(Path(path).name, set()).add(path)
+    return [
+        label.replace(Path(path).name, path, 1) if len(by_name[Path(path).name]) > 1 else label
+        for label, path in zip(labels, paths, strict=True)
+    ]
 
 
 def _question_file(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from experiments import figures, model_plots, overview_plots, plots
 from experiments.overview import build_overview, main
 from experiments.overview_data import AUTOREGRESSIVE, differences, make_overview
-from experiments.overview_plots import frontier
+from experiments.overview_plots import frontier, write_sections
 from experiments.report import build_report
 from specdec.analysis import load
 from specdec.errors import ConfigError
@@ -288,3 +288,23 @@ def test_letters_of_figures_are_large_enough_on_a_phone(
     overview_plots.write_sections(tmp_path, overview)
     model_plots.model_section(tmp_path, overview)
     assert len(seen) > 10
+
+
+def test_drafters_that_do_not_fit_a_figure_are_told(tmp_path: Path) -> None:
+    drafts = [(f"drafter{i}", k, 0.4) for i in range(10) for k in (1, 2)]
+    write_run(tmp_path / "run", drafts=drafts, num_prompts=2, num_tokens=6)
+    sections = write_sections(tmp_path / "images", make_overview(load(tmp_path)))
+    told = [s.heading for s in sections if "The first 8 of 10 drafters" in " ".join(s.notes)]
+    assert told[:2] == ["Mean accepted length by K (bonus included)", "Speed-up by K"]
+
+
+def test_question_files_of_one_name_are_no_common_setting(tmp_path: Path) -> None:
+    for run in ("one", "two"):
+        prompts = {"path": f"{run}/questions.jsonl", "per_category": 1}
+        write_run(tmp_path / run, num_prompts=2, num_tokens=6, config={"prompts": prompts})
+    found = make_overview(load(tmp_path))
+    assert "prompts" in found.axes
+    assert set(found.summary["prompts"]) == {
+        "one/questions.jsonl per_category=1",
+        "two/questions.jsonl per_category=1",
+    }
