@@ -141,7 +141,8 @@ def ms_per_token(requests: pd.DataFrame, steps: pd.DataFrame) -> Estimate:
     runs["wall_ms"] = np.asarray(ended.reindex(runs["last"])) - np.asarray(
         started.reindex(runs["first"])
     )
-    sums = sums_by(runs, "prompt", ["wall_ms", "num_tokens"])
+    known = runs.dropna(subset=["wall_ms"])  # a killed run may lack the last steps
+    sums = sums_by(known, "prompt", ["wall_ms", "num_tokens"])
     return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
 
 

@@ -249,6 +249,16 @@ def test_ms_per_token_by_hand() -> None:
     assert 10 / 3 <= found.low <= found.value <= found.high <= 52 / 3
 
 
+def test_ms_per_token_leaves_out_requests_whose_steps_were_lost(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_prompts=3, num_tokens=8)
+    requests, steps = (pd.read_parquet(folder / f"{n}.parquet") for n in ("requests", "steps"))
+    own, taken = (frame.loc[frame["arm"] == "ngram K=2"] for frame in (requests, steps))
+    lost = own.loc[own["request_id"] == "2/1"]
+    value = ms_per_token(own, taken.loc[~taken["step"].isin(lost["step"])]).value
+    assert value == ms_per_token(own.drop(lost.index), taken).value
+    assert np.isnan(ms_per_token(own, taken.iloc[:0]).value)
+
+
 def test_unfinished_runs_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     drafts = [("ngram", 4, 0.5)]
     write_run(tmp_path / "done", drafts=drafts)

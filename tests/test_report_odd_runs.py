@@ -77,6 +77,15 @@ def test_categories_that_look_like_numbers_keep_their_names(
     assert "no category" not in text
 
 
+def test_a_report_of_a_cut_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, duration_s in ((tmp_path / "whole", 3.0), (tmp_path / "cut", None)):
+        write_run(folder, num_prompts=2, num_tokens=6, provenance={"duration_s": duration_s})
+        assert report.main([str(folder)]) == 0
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        for text in (page, capsys.readouterr().out):
+            assert ("did not come to its end" in text) == (duration_s is None)
+
+
 def test_a_category_that_the_baseline_alone_reached_is_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_prompts=4, drafts=run_folders.DRAFTS[:1])
     keep(folder, "ngram K=2", "writing")
