@@ -115,7 +115,7 @@ def _paired_table(run: Run, summary: pd.DataFrame) -> HtmlTable | None:
 
 def read_tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read `summary.csv` and `categories.csv` back; only an empty cell is a missing value."""
-    texts = {"arm": str, "category": str}  # also those that look like numbers
+    texts: Any = {"arm": str, "category": str}  # also those that look like numbers
     summary, categories = (
         pd.read_csv(folder / name, keep_default_na=False, na_values=[""], dtype=texts)
         for name in ("summary.csv", "categories.csv")
@@ -176,7 +176,7 @@ def _rebuild(folder: Path, against: Path | None) -> tuple[list[RenderableType], 
         shown += [Text(line) for line in phase_event_lines(runs)]
         return shown, [*paths, build_overview(folder, runs)]
     path = build_report(folder)
-    shown = [*render_table(*read_tables(folder))]
+    shown: list[RenderableType] = [*render_table(*read_tables(folder))]
     return shown if load_run(folder).is_finished else [*shown, Text(_CUT)], [path]
 
 

@@ -88,7 +88,7 @@ def _chunks(arms: Sequence[str]) -> list[list[str]]:
 def _terminal_categories(categories: pd.DataFrame, arms: Sequence[str]) -> Table:
     caption = "mean accepted length (bonus included) and speed-up"
     if math.isnan(sum(categories["speedup"])):
-        caption += "; -: ran in groups with other categories"
+        caption += "; -: ran in groups with other categories, or not in both arms"
     known = {row["arm"]: arm_label(row) for row in categories.to_dict("records")}
     labels = {arm: known.get(arm, arm) for arm in arms}  # an arm that was cut has no line
     if any(labels[arm] != arm for arm in arms):
@@ -181,7 +181,7 @@ def category_tables(categories: pd.DataFrame) -> list[HtmlTable]:
         ("speedup", "{:.2f}x", "Speed-up vs autoregressive by category."),
     ):
         if math.isnan(sum(categories[name])):
-            caption += " A dash: the prompts ran only in groups with other categories."
+            caption += " A dash: they ran in groups with other categories, or not in both arms."
         rows: list[list[str]] = []
         for category in names:
             own = [lines.get((category, arm)) for arm in arms]

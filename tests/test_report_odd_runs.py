@@ -39,11 +39,11 @@ def printed(folder: Path) -> str:
 
 
 def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folders, "CATEGORIES", ("cost $x^{", "$5_{"))
+    monkeypatch.setattr(run_folders, "CATEGORIES", ("cost $x^{$", "$5_{$"))
     folder = write_run(tmp_path / "run", num_prompts=4)
     report.build_report(folder)
     build_overview(folder)
-    assert "cost $x^{" in printed(folder)
+    assert "cost $x^{$" in printed(folder)
 
 
 def test_a_shadow_plot_takes_a_drafter_named_with_dollars(tmp_path: Path) -> None:
@@ -94,6 +94,14 @@ def test_a_category_that_the_baseline_alone_reached_is_shown(tmp_path: Path) -> 
     assert ">2<" in cells
     assert ">-<" in cells
     assert "code" in printed(folder)
+
+
+def test_a_category_that_the_baseline_lacks_has_a_dash_that_is_explained(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_prompts=4, drafts=run_folders.DRAFTS[:1])
+    keep(folder, "none", "writing")
+    page = report.build_report(folder).read_text(encoding="utf-8")
+    assert "or not in both arms" in page
+    assert "or not in both arms" in " ".join(printed(folder).split())
 
 
 def test_an_arm_that_answered_nothing_is_shown(tmp_path: Path) -> None:
