@@ -1,6 +1,8 @@
 """Reports of runs with odd names, and of runs that were cut before every arm had its turn."""
 
 import io
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from experiments import report, shadow_report
+from experiments import provenance, report, shadow_report
 from experiments.overview import build_overview
 from experiments.run import _latency_table
 from experiments.shadow_texts import Text
@@ -123,3 +125,17 @@ def test_latencies_that_were_not_measured_are_dashes() -> None:
     assert "nan" not in stream.getvalue()
     assert "- / -" in stream.getvalue()
     assert "x path=[a]" in stream.getvalue()
+
+
+def test_provenance_does_not_write_to_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status that refreshes the index and is killed would leave its lock behind."""
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    (tmp_path / "file").write_text("text")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "add", "file"], check=True)
+    os.utime(tmp_path / "file", (1, 1))
+    before = (tmp_path / ".git" / "index").read_bytes()
+    assert provenance._git("status", "--porcelain") == "A  file"
+    assert (tmp_path / ".git" / "index").read_bytes() == before
