@@ -27,6 +27,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": "#dddddd",
     "hatch.linewidth": 0.6,
+    "text.parse_math": False,  # names are the user's: a "$" in one is no formula
 }
 # A phone shows a figure 366 pixels wide: letters of 10 points, the smallest, are 11 pixels then.
 WIDTH_IN = 4.6

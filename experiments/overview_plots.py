@@ -68,6 +68,7 @@ def write_panels(
     name: str,
     frame: pd.DataFrame,
     draw: Callable[[pd.DataFrame], tuple[Figure, str]],
+    max_lines: int | None = None,
 ) -> Section:
     """Add a figure for each setting of a frame to a section.
 
@@ -77,8 +78,15 @@ def write_panels(
         name: of the files; those after the first are numbered.
         frame: has the column `setting`.
         draw: returns a panel's figure and what it shows in words.
+        max_lines: drafters that a figure holds; None where it holds all.
     """
     shown, count = panels(frame, _MAX_PANELS)
+    most = max((num_values(rows, "series") for _, rows in shown), default=0)
+    if max_lines is not None and most > max_lines:
+        section.notes.append(
+            f"The first {max_lines} of {most} drafters are drawn; the table of all arms has the "
+            "rest."
+        )
     for number, (title, rows) in enumerate(shown, start=1):
         figure, alt = draw(rows)
         path = folder / (f"{name}.png" if number == 1 else f"{name}_{number}.png")
@@ -109,7 +117,7 @@ def _accepted_length_by_k(folder: Path, overview: Overview) -> Section:
         axes.axhline(1.0, color="#333333", linewidth=1, linestyle="--")
         return figure, _spoken(rows, "k", "accepted_length", "K={} {:.2f}")
 
-    return write_panels(folder, section, "accepted_length_by_k", drafting, draw)
+    return write_panels(folder, section, "accepted_length_by_k", drafting, draw, _MAX_LINES)
 
 
 def _speedup_by_k(folder: Path, overview: Overview) -> Section:
@@ -130,7 +138,7 @@ def _speedup_by_k(folder: Path, overview: Overview) -> Section:
         return figure, _spoken(rows, "k", "speedup", "K={} {:.2f}x")
 
     section.notes.append("Dashed: the autoregressive arm of the same run.")
-    return write_panels(folder, section, "speedup_by_k", drafting, draw)
+    return write_panels(folder, section, "speedup_by_k", drafting, draw, _MAX_LINES)
 
 
 def _speedup_by_batch_size(folder: Path, overview: Overview) -> Section:
@@ -155,7 +163,7 @@ def _speedup_by_batch_size(folder: Path, overview: Overview) -> Section:
 
     if num_values(drafting, "k") > 1:
         section.notes.append("At every batch size each drafter has the K that was fastest there.")
-    return write_panels(folder, section, "speedup_by_batch_size", best, draw)
+    return write_panels(folder, section, "speedup_by_batch_size", best, draw, _MAX_LINES)
 
 
 def _pareto(folder: Path, overview: Overview) -> Section:
@@ -264,7 +272,7 @@ def _categories(folder: Path, overview: Overview) -> Section:
         figure = draw_categories(rows.assign(arm=labels), names)
         return figure, _spoken(rows.assign(series=labels), "category", "accepted_length")
 
-    return write_panels(folder, section, "categories", kept, draw)
+    return write_panels(folder, section, "categories", kept, draw, _MAX_LINES)
 
 
 def _time_split(folder: Path, overview: Overview) -> Section:

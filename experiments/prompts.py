@@ -160,6 +160,13 @@ def _parse_line(line: str, where: str, default_category: str) -> Question:
                 " each line needs question_id, category and turns"
             )
     question_id, category, turns = row["question_id"], row["category"], row["turns"]
+    try:
+        json.dumps([question_id, category, turns], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: {_shown(error.object[error.start])} is half a character; write it whole, or "
+            "leave it out"
+        ) from error
     # bool is a subclass of int, and true would silently be the same id as 1.
     if isinstance(question_id, bool) or not isinstance(question_id, int | str) or question_id == "":
         raise ConfigError(

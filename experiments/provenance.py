@@ -125,7 +125,7 @@ def _git(*arguments: str) -> str | None:
     """Return what git says about the project's folder, None where it cannot say anything."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments],
+            ["git", "--no-optional-locks", "-C", str(_ROOT), *arguments],
             capture_output=True,
             text=True,
             check=False,

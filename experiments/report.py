@@ -43,6 +43,8 @@ from specdec.metrics import (
     time_split,
 )
 
+_CUT = "The run did not come to its end: the numbers are of a part of its prompts."
+
 
 def build_report(folder: Path) -> Path:
     """Write a run's report and tables beside its traces.
@@ -80,7 +82,7 @@ def _write_report(run: Run, folder: Path) -> Path:
     return write_page(
         folder / "report.html",
         "report.html.j2",
-        lead=tables.lead(summary),
+        lead=tables.lead(summary) + ("" if run.is_finished else f" {_CUT}"),
         setting=_setting(run.provenance),
         baseline=summary["arm"][0],
         summary=flagged(tables.summary_table(summary)),
@@ -113,8 +115,9 @@ def _paired_table(run: Run, summary: pd.DataFrame) -> HtmlTable | None:
 
 def read_tables(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read `summary.csv` and `categories.csv` back; only an empty cell is a missing value."""
+    texts: Any = {"arm": str, "category": str}  # also those that look like numbers
     summary, categories = (
-        pd.read_csv(folder / name, keep_default_na=False, na_values=[""], dtype={"arm": str})
+        pd.read_csv(folder / name, keep_default_na=False, na_values=[""], dtype=texts)
         for name in ("summary.csv", "categories.csv")
     )
     return summary, categories
@@ -173,7 +176,8 @@ def _rebuild(folder: Path, against: Path | None) -> tuple[list[RenderableType], 
         shown += [Text(line) for line in phase_event_lines(runs)]
         return shown, [*paths, build_overview(folder, runs)]
     path = build_report(folder)
-    return [*render_table(*read_tables(folder))], [path]
+    shown: list[RenderableType] = [*render_table(*read_tables(folder))]
+    return shown if load_run(folder).is_finished else [*shown, Text(_CUT)], [path]
 
 
 if __name__ == "__main__":

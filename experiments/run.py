@@ -24,6 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from experiments.arms import (
@@ -294,17 +295,19 @@ def _report(run: _Run) -> RunResult:
 
 def _latency_table(latencies: pd.DataFrame, workload: str) -> Table:
     """Return what users waited for, arm by arm, in milliseconds."""
+    from experiments.tables import number_text
+
     flag = ", random-token prompts" if True in list(latencies["random_tokens"]) else ""
     title = f"latency from arrival ({workload}{flag}), ms: median / 99th percentile"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for header in ("arm", "requests", "first token", "per output token", "whole answer"):
         table.add_column(header, justify="left" if header == "arm" else "right")
     for row in latencies.to_dict("records"):
-        cells = (
-            f"{row[f'{name}_p50'] * 1e3:.1f} / {row[f'{name}_p99'] * 1e3:.1f}"
+        cells = [
+            " / ".join(number_text(row[f"{name}_p{p}"] * 1e3, "{:.1f}") for p in (50, 99))
             for name in ("ttft_s", "tpot_s", "e2e_s")
-        )
-        table.add_row(row["arm"], str(row["num_requests"]), *cells)
+        ]
+        table.add_row(escape(row["arm"]), str(row["num_requests"]), *cells)
     return table
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from experiments.shadow_texts import Text
 from experiments.shadow_walk import TextOutcome
-from specdec.intervals import Array, estimate, ratio
+from specdec.intervals import Array, ratio, share
 
 ALL = "all"  # stands for every category
 
@@ -64,7 +64,7 @@ def _line(
         drafted += outcome.drafted
         reached += outcome.reached
         accepted += outcome.accepted
-    length = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty=1.0))
+    length = share(sums[:, 0], sums[:, 1], empty=1.0)
     line: dict[str, Any] = {
         "drafter": prediction.drafter,
         "k": prediction.k,
@@ -110,7 +110,9 @@ def draw(summary: pd.DataFrame, path: Path) -> None:
     by_k, by_position = figure.subplots(1, 2)
     own = summary.loc[summary["category"] == ALL]
     for name, lines in own.groupby("drafter", sort=False):
-        (drawn,) = by_k.plot(lines["k"], lines["accepted_length"], "o-", label=name)
+        (drawn,) = by_k.plot(
+            lines["k"], lines["accepted_length"], "o-", label=str(name).replace("$", r"\$")
+        )
         low, high = lines["accepted_length_low"], lines["accepted_length_high"]
         by_k.fill_between(lines["k"], low, high, alpha=0.2, color=drawn.get_color())
         longest = lines.iloc[-1]

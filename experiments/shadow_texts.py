@@ -105,6 +105,7 @@ _TEXT_KEYS = (
     "sampling.ignore_eos",
     "engine.max_model_len",
 )
+_LATER_KEYS = ("engine.logits_processors", "engine.weight_dtype")  # runs made before have none
 
 
 def read_texts(folder: Path, resolved: dict[str, Any], same_noise: bool) -> list[Text]:
@@ -129,7 +130,8 @@ def read_texts(folder: Path, resolved: dict[str, Any], same_noise: bool) -> list
             f"or null to record texts"
         ) from error
     ours = OmegaConf.create(resolved)
-    for key in (*_TEXT_KEYS, *(["verifier.name"] if same_noise else [])):
+    later = [key for key in _LATER_KEYS if OmegaConf.select(theirs, key) is not None]
+    for key in (*_TEXT_KEYS, *later, *(["verifier.name"] if same_noise else [])):
         given, wanted = OmegaConf.select(theirs, key), OmegaConf.select(ours, key)
         if given != wanted:
             raise ConfigError(

@@ -89,12 +89,12 @@ def read_bench(path: Path, scope: str | None = None) -> tuple[pd.DataFrame, dict
         scopes = [line["scope"] for line in lines]
         context = config["prompt_len"] + config["num_steps"] / 2
         k = int(config["num_speculative_tokens"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        scope = scope or scopes[0]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(
             f"{path} is no record of bench step ({error!r}); give one that "
             "`python -m experiments.bench_step --out` wrote"
         ) from error
-    scope = scope or scopes[0]
     rows = [_bench_point(line, k, context) for line in lines if line["scope"] == scope]
     if not rows:
         raise ConfigError(f"{path} has no scope {scope!r}; it has {', '.join(sorted(set(scopes)))}")

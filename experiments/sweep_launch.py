@@ -26,7 +26,7 @@ from experiments.sweep_jobs import (
     read_done,
     run_sweep_job,
 )
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError
 from specdec.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ def launch_missing(sweep: Sweep) -> dict[str, str]:
 
     Raises:
         ConfigError: the launcher's package is not installed.
+        CapacityError: the sweep's folder cannot be written.
     """
     jobs = sweep.missing()
     there = sum(job.mistake is None for job in sweep.jobs) - len(jobs)
@@ -106,11 +107,17 @@ def launch_missing(sweep: Sweep) -> dict[str, str]:
     ended: dict[str, str] = {}
     if not jobs:
         return ended
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(sweep.config, sweep.folder / "multirun.yaml")
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(sweep.config, sweep.folder / "multirun.yaml")
+        for job in jobs:
+            (sweep.folder / job.key / FAILED).unlink(missing_ok=True)
+    except OSError as error:
+        raise CapacityError(
+            f"{sweep.folder} cannot be written ({error.strerror or error}); free some space, make "
+            "it writable, or set hydra.sweep.dir to another folder"
+        ) from error
     launcher = _Launcher(sweep)
-    for job in jobs:
-        (sweep.folder / job.key / FAILED).unlink(missing_ok=True)
     size = sweep.config.sweep.workers if sweep.launcher in _UNLIMITED else len(jobs)
     for start in range(0, len(jobs), size):
         batch = jobs[start : start + size]

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from experiments.run_folder import RunFolder
 from experiments.sweep_jobs import Outcome, group_of, is_debug, wandb_of
-from specdec.tracker import WandbConfig, make_tracker
+from specdec.tracker import WandbConfig, hide_secret, make_tracker
 
 RECORD = "sweep.json"
 _TABLE_WIDTH = 120
@@ -174,7 +174,7 @@ def _track(
     group = group_of(options, config.sweep.group, folder)
     options = wandb_of(options, group, is_debug(config.hydra))
     options = dataclasses.replace(options, job_type="overview")
-    overrides = list(config.hydra.overrides.task)
+    overrides = [hide_secret(text) for text in config.hydra.overrides.task]
     tracker = make_tracker(options, {"sweep": overrides}, folder, f"{group}, overview")
     failed = True
     try:

@@ -88,8 +88,9 @@ def _chunks(arms: Sequence[str]) -> list[list[str]]:
 def _terminal_categories(categories: pd.DataFrame, arms: Sequence[str]) -> Table:
     caption = "mean accepted length (bonus included) and speed-up"
     if math.isnan(sum(categories["speedup"])):
-        caption += "; -: ran in groups with other categories"
-    labels = {row["arm"]: arm_label(row) for row in categories.to_dict("records")}
+        caption += "; -: ran in groups with other categories, or not in both arms"
+    known = {row["arm"]: arm_label(row) for row in categories.to_dict("records")}
+    labels = {arm: known.get(arm, arm) for arm in arms}  # an arm that was cut has no line
     if any(labels[arm] != arm for arm in arms):
         caption += f"\n{RANDOM_NOTE}"
     table = terminal_table(caption)
@@ -180,11 +181,11 @@ def category_tables(categories: pd.DataFrame) -> list[HtmlTable]:
         ("speedup", "{:.2f}x", "Speed-up vs autoregressive by category."),
     ):
         if math.isnan(sum(categories[name])):
-            caption += " A dash: the prompts ran only in groups with other categories."
+            caption += " A dash: they ran in groups with other categories, or not in both arms."
         rows: list[list[str]] = []
         for category in names:
             own = [lines.get((category, arm)) for arm in arms]
-            num_prompts = max(row["num_prompts"] for row in own if row)
+            num_prompts = max(categories.loc[categories["category"] == category, "num_prompts"])
             cells = [interval_text(row, name, form) if row else "-" for row in own]
             rows.append([category_label(category), str(num_prompts), *cells])
         tables.append(HtmlTable(caption, ["Category", "Prompts", *arms], rows))

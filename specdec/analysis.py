@@ -265,10 +265,10 @@ def load_run(folder: Path) -> Run:
         arms = json.loads((folder / name).read_text(encoding="utf-8"))
         _check_arms(folder / name, arms)
         name = "provenance.json"
-        provenance = json.loads((folder / name).read_text(encoding="utf-8"))
+        provenance = _mapping(json.loads((folder / name).read_text(encoding="utf-8")))
         name = "config.yaml"
         config_text = (folder / name).read_text(encoding="utf-8")
-        config = yaml.safe_load(config_text) or {}
+        config = _mapping(yaml.safe_load(config_text) or {})
     except ConfigError:
         raise
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -284,9 +284,25 @@ def load_run(folder: Path) -> Run:
 
 def _read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     frame = pd.read_parquet(path)
+    if frame.empty and path.name == "timings.parquet":
+        raise ConfigError(
+            f"{path} holds nothing: the run was cut before its first questions were answered; run "
+            "it again"
+        )
     added = [name for name in columns if name in OPTIONAL_COLUMNS and name not in frame]
     _check_names(path, columns, [*frame.columns, *added])
     return frame.assign(**dict.fromkeys(added, pd.NA))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a value that has to be keys with values.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {str(value)[:40]!r} where keys with values belong")
+    return value
 
 
 def _check_names(path: Path, needed: Iterable[str], given: Iterable[str]) -> None:
@@ -299,9 +315,9 @@ def _check_arms(path: Path, arms: Any) -> None:
     if not isinstance(arms, list) or not arms:
         raise ConfigError(f"{path} names no arm; the first must be the autoregressive one")
     for arm in arms:
-        _check_names(path, sorted(_ARM_KEYS), arm)
-        _check_names(path, sorted(_VERDICT_KEYS), arm["verdict"])
-        _check_names(path, sorted(_CAPTURE_KEYS), arm["capture"])
+        _check_names(path, sorted(_ARM_KEYS), _mapping(arm))
+        _check_names(path, sorted(_VERDICT_KEYS), _mapping(arm["verdict"]))
+        _check_names(path, sorted(_CAPTURE_KEYS), _mapping(arm["capture"]))
     names = [arm["arm"] for arm in arms]
     if len(set(names)) < len(names):
         raise ConfigError(f"{path} names an arm twice: {names}; every arm needs a name of its own")
@@ -322,6 +338,7 @@ def _join(loaded: Mapping[str, Run]) -> Runs:
     configs = {name: run.config for name, run in loaded.items()}
     rows = [_arm_row(name, arm, run) for name, run in loaded.items() for arm in run.arms]
     arms = pd.DataFrame(rows)
+    arms["prompts"] = _told_apart(list(arms["prompts"]), [configs[run] for run in arms["run"]])
     arms.insert(2, "name", _labels(arms))
     requests, steps, timings = (
         _stack([_first_columns(getattr(run, table), name) for name, run in loaded.items()])
@@ -373,6 +390,18 @@ def _prompts_label(prompts: Mapping[str, Any]) -> str:
         text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
         parts.append(f"{key}={text}")
     return " ".join(parts)
+
+
+def _told_apart(labels: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return labels of prompts; question files of one name in several folders have their paths."""
+    paths = [str((config.get("prompts") or {}).get("path")) for config in configs]
+    by_name: dict[str, set[str]] = {}
+    for path in paths:
+        by_name.setdefault(Path(path).name, set()).add(path)
+    return [
+        label.replace(Path(path).name, path, 1) if len(by_name[Path(path).name]) > 1 else label
+        for label, path in zip(labels, paths, strict=True)
+    ]
 
 
 def _question_file(config: Mapping[str, Any]) -> dict[str, Any]:

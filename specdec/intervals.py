@@ -47,6 +47,22 @@ def ratio(numerator: Array, denominator: Array, empty: float = np.nan) -> Array:
     return np.divide(numerator, denominator, out=result, where=denominator != 0)
 
 
+def share(numerator: Array, denominator: Array, empty: float = np.nan) -> Estimate:
+    """Return a ratio of sums over units, with its interval.
+
+    Where one unit alone has what is divided by, the resamples cannot differ: no interval is known.
+
+    Args:
+        numerator, denominator: [num_units] float64, what each unit adds.
+        empty: the value where no unit has anything to divide by; a resample that drew only such
+            units has no value.
+    """
+    sums = np.stack([numerator, denominator], axis=1)
+    num_counting = np.count_nonzero(denominator)
+    result = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], np.nan if num_counting else empty))
+    return Estimate(result.value, np.nan, np.nan) if num_counting == 1 else result
+
+
 @lru_cache(maxsize=1)  # all metrics of an arm have the same units
 def _resample_counts(num_units: int) -> Array:
     """Return [NUM_RESAMPLES, num_units] float64: how often each resample draws each unit."""

@@ -72,13 +72,13 @@ is that of `scipy.stats.bootstrap(..., paired=True, method="percentile")`, which
 with; on sums per unit all resamples are one matrix product.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from specdec.intervals import Array, Estimate, estimate, ratio
+from specdec.intervals import Array, Estimate, estimate, ratio, share
 from specdec.units import (
     ArmTraces,
     counted,
@@ -141,7 +141,8 @@ def ms_per_token(requests: pd.DataFrame, steps: pd.DataFrame) -> Estimate:
     runs["wall_ms"] = np.asarray(ended.reindex(runs["last"])) - np.asarray(
         started.reindex(runs["first"])
     )
-    sums = sums_by(runs, "prompt", ["wall_ms", "num_tokens"])
+    known = runs.dropna(subset=["wall_ms"])  # a killed run may lack the last steps
+    sums = sums_by(known, "prompt", ["wall_ms", "num_tokens"])
     return estimate(sums, lambda s: ratio(s[:, 0], s[:, 1]))
 
 
@@ -190,8 +191,8 @@ def position_table(requests: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
             sums = sums_by(counts, "prompt", columns[2:5])
             totals = [int(total) for total in sums.sum(axis=0)]
             line = dict(zip(columns, [arm["arm"], position, *totals], strict=False))
-            line |= _named("unconditional", _share(sums[:, 2], sums[:, 0]))
-            line |= _named("conditional", _share(sums[:, 2], sums[:, 1]))
+            line |= _named("unconditional", share(sums[:, 2], sums[:, 0]))
+            line |= _named("conditional", share(sums[:, 2], sums[:, 1]))
             lines.append(line)
     return pd.DataFrame(lines, columns=columns)
 
@@ -348,7 +349,7 @@ def compare_arms(one: ArmTraces, other: ArmTraces) -> pd.DataFrame:
     lengths, speeds = paired_lengths(one, other), paired_speeds(one, other)
     lines: list[dict[str, Any]] = []
     for measure, change, sums, values in (
-        ("accepted_length", "difference", lengths, _two_lengths),
+        ("accepted_length", "difference", lengths, _two_lengths(lengths)),
         ("tokens_per_s", "ratio", speeds, _two_speeds),
         ("speedup", "ratio", speeds, _two_speedups),
     ):
@@ -356,7 +357,7 @@ def compare_arms(one: ArmTraces, other: ArmTraces) -> pd.DataFrame:
         result = Estimate(np.nan, np.nan, np.nan)
         both = [np.nan, np.nan]
         if len(sums):
-            result = estimate(sums, lambda s, f=values, g=combine: g(*f(s)))
+            result = _changed(sums, values, combine)
             both = [float(v[0]) for v in values(sums.sum(axis=0, keepdims=True))]
         none = 0.0 if change == "difference" else 1.0
         line: dict[str, Any] = {"measure": measure, "one": both[0], "other": both[1]}
@@ -392,8 +393,28 @@ def _two_steps(sums: Array) -> tuple[Array, Array]:
     return ratio(sums[:, 0], sums[:, 1]), ratio(sums[:, 2], sums[:, 3])
 
 
-def _two_lengths(sums: Array) -> tuple[Array, Array]:
-    return ratio(sums[:, 0], sums[:, 1], 1.0), ratio(sums[:, 2], sums[:, 3], 1.0)
+def _two_lengths(units: Array) -> Callable[[Array], tuple[Array, Array]]:
+    """Return what takes both accepted lengths of sums; an arm is 1 where no unit has a verify row.
+
+    A resample that drew none of the units with some has no length, as in `share`.
+    """
+    empty = [np.nan if units[:, column].any() else 1.0 for column in (1, 3)]
+
+    def lengths(sums: Array) -> tuple[Array, Array]:
+        return ratio(sums[:, 0], sums[:, 1], empty[0]), ratio(sums[:, 2], sums[:, 3], empty[1])
+
+    return lengths
+
+
+def _changed(
+    sums: Array,
+    values: Callable[[Array], tuple[Array, Array]],
+    combine: Callable[[Array, Array], Array],
+) -> Estimate:
+    """Return the change of a measure; no interval where one unit alone counts in a denominator."""
+    result = estimate(sums, lambda s: combine(*values(s)))
+    is_alone = 1 in np.count_nonzero(sums[:, 1::2], axis=0)
+    return Estimate(result.value, np.nan, np.nan) if is_alone else result
 
 
 def _two_speeds(sums: Array) -> tuple[Array, Array]:
@@ -455,18 +476,7 @@ def _prompt_ratio(
     """Return a ratio of sums over verify rows."""
     columns = [numerator, denominator]
     sums = sums_by(counted(requests, columns), "prompt", columns)
-    return _share(sums[:, 0], sums[:, 1], empty)
-
-
-def _share(numerator: Array, denominator: Array, empty: float = np.nan) -> Estimate:
-    """Return a ratio of sums over units.
-
-    Where one unit alone has what is divided by, the resamples cannot differ: no interval is known.
-    """
-    sums = np.stack([numerator, denominator], axis=1)
-    result = estimate(sums, lambda s: ratio(s[:, 0], s[:, 1], empty))
-    is_alone = np.count_nonzero(denominator) == 1
-    return Estimate(result.value, np.nan, np.nan) if is_alone else result
+    return share(sums[:, 0], sums[:, 1], empty)
 
 
 def _total(frame: pd.DataFrame, column: str) -> float:

@@ -7,6 +7,7 @@ import csv
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +22,18 @@ logger = logging.getLogger(__name__)
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 _INIT_TIMEOUT_S = 30.0  # a network that swallows packets must not hold a run for longer
 _FINISH_TIMEOUT_S = 120.0  # likewise at its end; what was not sent stays on disk
-_SECRET = r"(?:api_?key|secret|password|token|credentials?)"
+_SECRET = r"(?:api_?keys?|secrets?|passwords?|token|credentials?)"
 _SECRET_KEY = re.compile(rf"(^|_){_SECRET}$", re.IGNORECASE)
-_SECRET_IN_TEXT = re.compile(rf"""((?:\b|_){_SECRET}['"]?\s*[=:]\s*)[^\s,}}\]]+""", re.IGNORECASE)
+# A word of a command line, as a shell takes it.
+_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL)
+# The value of an override is the rest of its word; inside a mapping it ends where it is quoted to,
+# or before the next key.
+_SECRET_OVERRIDE = re.compile(rf"""([^={{\[(]*(?:\b|_){_SECRET}=).+""", re.IGNORECASE | re.DOTALL)
+_SECRET_INSIDE = re.compile(
+    rf"""((?:\b|_){_SECRET}['"]?\s*[=:]\s*)"""
+    r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\[[^\]]*\]|[^,}\]]+)""",
+    re.IGNORECASE,
+)
 _NOT_IN_A_NAME = re.compile(r"[^\w.-]+")  # of an artifact
 
 
@@ -381,7 +391,22 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def hide_secrets(command: str) -> str:
     """Return a command line without the values that follow keys which look like secrets."""
-    return _SECRET_IN_TEXT.sub(r"\1(left out)", command)
+    return _WORD.sub(lambda found: _hide_in_word(found[0]), command)
+
+
+def hide_secret(override: str) -> str:
+    """Return an override (`key=value`, as Hydra gets it) without the value of a secret's key."""
+    hidden = _SECRET_OVERRIDE.fullmatch(override)
+    return f"{hidden[1]}(left out)" if hidden else _SECRET_INSIDE.sub(r"\1(left out)", override)
+
+
+def _hide_in_word(word: str) -> str:
+    """Return a word of a command line without secrets, quoted where it was."""
+    text = "".join(shlex.split(word))
+    shown = hide_secret(text)
+    if shown == text:
+        return word
+    return shown if text == word else shlex.quote(shown)
 
 
 def _inside(value: Any) -> Any:

@@ -29,8 +29,10 @@ def prompts_of(requests: pd.DataFrame) -> pd.Series:
     """Return each row's prompt: the request id, without the turn that a conversation's ends in."""
     names = list(requests["request_id"])
     if "turn" in requests:
+        # Beside the rows of a trace without turns they are decimals, or missing.
+        suffixes = {turn: f"/{int(turn)}" for turn in requests["turn"].dropna().unique()}
         pairs = zip(names, requests["turn"], strict=True)
-        names = [str(name).removesuffix(f"/{turn}") for name, turn in pairs]
+        names = [str(name).removesuffix(suffixes.get(turn, "")) for name, turn in pairs]
     return pd.Series(names, index=requests.index, dtype=object)
 
 

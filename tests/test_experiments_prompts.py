@@ -127,6 +127,9 @@ def test_loader_names_line_of_bad_json(tmp_path: Path):
         ({"question_id": 2.5, "category": "code", "turns": ["Hi"]}, r"question_id is 2\.5"),
         ({"question_id": True, "category": "code", "turns": ["Hi"]}, "question_id is true"),
         ({"question_id": "", "category": "code", "turns": ["Hi"]}, 'question_id is ""'),
+        ({"question_id": 2, "category": "code", "turns": ["Hi \ud83d"]}, r'"\\ud83d" is half a'),
+        ({"question_id": 2, "category": "\ud83d", "turns": ["Hi"]}, r'"\\ud83d" is half a'),
+        ({"question_id": "\ud83d", "category": "code", "turns": ["Hi"]}, r'"\\ud83d" is half a'),
     ],
 )
 def test_loader_names_line_and_value_of_a_malformed_question(

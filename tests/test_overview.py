@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from experiments import figures, model_plots, overview_plots, plots
 from experiments.overview import build_overview, main
 from experiments.overview_data import AUTOREGRESSIVE, differences, make_overview
-from experiments.overview_plots import frontier
+from experiments.overview_plots import frontier, write_sections
 from experiments.report import build_report
 from specdec.analysis import load
 from specdec.errors import ConfigError
@@ -249,6 +249,16 @@ def test_ms_per_token_by_hand() -> None:
     assert 10 / 3 <= found.low <= found.value <= found.high <= 52 / 3
 
 
+def test_ms_per_token_leaves_out_requests_whose_steps_were_lost(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_prompts=3, num_tokens=8)
+    requests, steps = (pd.read_parquet(folder / f"{n}.parquet") for n in ("requests", "steps"))
+    own, taken = (frame.loc[frame["arm"] == "ngram K=2"] for frame in (requests, steps))
+    lost = own.loc[own["request_id"] == "2/1"]
+    value = ms_per_token(own, taken.loc[~taken["step"].isin(lost["step"])]).value
+    assert value == ms_per_token(own.drop(lost.index), taken).value
+    assert np.isnan(ms_per_token(own, taken.iloc[:0]).value)
+
+
 def test_unfinished_runs_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     drafts = [("ngram", 4, 0.5)]
     write_run(tmp_path / "done", drafts=drafts)
@@ -288,3 +298,23 @@ def test_letters_of_figures_are_large_enough_on_a_phone(
     overview_plots.write_sections(tmp_path, overview)
     model_plots.model_section(tmp_path, overview)
     assert len(seen) > 10
+
+
+def test_drafters_that_do_not_fit_a_figure_are_told(tmp_path: Path) -> None:
+    drafts = [(f"drafter{i}", k, 0.4) for i in range(10) for k in (1, 2)]
+    write_run(tmp_path / "run", drafts=drafts, num_prompts=2, num_tokens=6)
+    sections = write_sections(tmp_path / "images", make_overview(load(tmp_path)))
+    told = [s.heading for s in sections if "The first 8 of 10 drafters" in " ".join(s.notes)]
+    assert told[:2] == ["Mean accepted length by K (bonus included)", "Speed-up by K"]
+
+
+def test_question_files_of_one_name_are_no_common_setting(tmp_path: Path) -> None:
+    for run in ("one", "two"):
+        prompts = {"path": f"{run}/questions.jsonl", "per_category": 1}
+        write_run(tmp_path / run, num_prompts=2, num_tokens=6, config={"prompts": prompts})
+    found = make_overview(load(tmp_path))
+    assert "prompts" in found.axes
+    assert set(found.summary["prompts"]) == {
+        "one/questions.jsonl per_category=1",
+        "two/questions.jsonl per_category=1",
+    }

@@ -131,6 +131,9 @@ def test_texts_of_another_run_are_refused(given: list[str], run_folder: Path) ->
         read_texts(run_folder, plain(cfg), same_noise=False)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_texts(run_folder / "nowhere", plain(cfg), same_noise=False)
+    cfg = composed("shadow", [*given, "engine.weight_dtype=fp8"])
+    with pytest.raises(ConfigError, match=r"engine.weight_dtype=auto, and engine.weight_dtype"):
+        read_texts(run_folder, plain(cfg), same_noise=False)
     cfg = composed("shadow", [*given, "verifier=sampled_match"])
     assert len(read_texts(run_folder, plain(cfg), same_noise=False)) == 4
     with pytest.raises(ConfigError, match=r"verifier.name=rejection"):

@@ -197,6 +197,43 @@ def test_a_config_that_is_no_yaml_is_named(tmp_path: Path) -> None:
         analysis.load_run(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("arms.json", "[1]"), ("provenance.json", "[]"), ("config.yaml", "tar"), ("arms.json", "{}")],
+)
+def test_a_file_of_another_shape_is_named_and_the_other_runs_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, text: str
+) -> None:
+    write_finished(tmp_path / "sound")
+    (write_finished(tmp_path / "torn") / name).write_text(text)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        analysis.load_run(tmp_path / "torn")
+    with caplog.at_level(logging.WARNING):
+        assert list(analysis.load(tmp_path).entries) == ["sound"]
+    assert "torn" in caplog.text
+
+
+def test_a_run_that_was_cut_before_it_measured_is_told(tmp_path: Path) -> None:
+    folder = write_finished(tmp_path / "cut", duration_s=None)
+    pd.DataFrame([]).to_parquet(folder / "timings.parquet", index=False)
+    with pytest.raises(ConfigError, match="cut before its first questions were answered"):
+        analysis.load_run(folder)
+
+
+def test_turns_are_one_prompt_beside_a_run_without_turns(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        folder = write_finished(tmp_path / name)
+        frame = pd.read_parquet(folder / "requests.parquet")
+        frame["request_id"] = [f"q/{1 + i % 2}" for i in range(len(frame))]
+        frame["turn"] = [1 + i % 2 for i in range(len(frame))]
+        if name == "old":
+            frame = frame.drop(columns="turn")
+        frame.to_parquet(folder / "requests.parquet", index=False)
+    summary = analysis.load(tmp_path).summary().set_index("run")
+    assert list(summary.loc["new", "num_prompts"]) == [1, 1]
+    assert list(summary.loc["old", "num_prompts"]) == [2, 2]
+
+
 def test_the_package_itself_imports_no_pandas() -> None:
     code = "import sys, specdec; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -150,6 +150,25 @@ def test_both_arms_draw_the_same_prompts() -> None:
     assert length["high"] - length["low"] < (alone.high - alone.low) / 5
 
 
+def test_prompts_without_a_verification_step_pull_no_bound_to_one() -> None:
+    """They end with their first token; a resample that drew them alone has no length."""
+    ended = {name: [] for name in "cdefghij"}
+    timings = [(i, 1, 4, 1.0) for i in range(10)]
+    one = traces({"a": [3, 3], "b": [4, 4]} | ended, timings)
+    other = traces({"a": [2, 2], "b": [2, 2]} | ended, timings)
+    assert metrics.accepted_length(one.requests) == (3.5, 3.0, 4.0)
+    line = lines_of(one, other)["accepted_length"]
+    assert (line["value"], line["low"], line["high"]) == (1.5, 1.0, 2.0)
+    assert line["differs"]
+    alone = traces({"a": [3, 3], "b": []} | ended, timings)
+    line = lines_of(alone, other)["accepted_length"]
+    assert line["value"] == 1.0
+    assert np.isnan([line["low"], line["high"]]).all()
+    none = traces({"a": [], "b": []} | ended, timings)
+    line = lines_of(none, none)["accepted_length"]
+    assert (line["one"], line["value"], line["low"], line["high"]) == (1.0, 0.0, 0.0, 0.0)
+
+
 def test_equal_arms_do_not_differ() -> None:
     fast, _ = alike(12, gain=1.25)
     table = metrics.compare_arms(fast, fast)

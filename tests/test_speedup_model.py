@@ -237,6 +237,10 @@ def test_costs_of_a_bench_record(tmp_path: Path) -> None:
     assert set(points["k"]) == {0, 4}
     assert (points["step_ms"] > 1).all()
     other = tmp_path / "other.json"
+    empty = {"config": {"prompt_len": 8, "num_steps": 2, "num_speculative_tokens": 2}, "lines": []}
+    other.write_text(json.dumps(empty))
+    with pytest.raises(ConfigError, match="no record of bench step"):
+        read_bench(other)
     other.write_text(json.dumps({"bench": "attention"}))
     with pytest.raises(ConfigError, match="no record of bench step"):
         read_bench(other)

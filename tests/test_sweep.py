@@ -97,6 +97,16 @@ def key_of(*overrides: str) -> str:
     return job_key(resolved_job(compose_job(*overrides)))
 
 
+def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(
+    tmp_path: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep").write_text("in the way")
+    assert sweep("drafter=ngram") == 1
+    message = capsys.readouterr().err
+    assert "error: " in message
+    assert "hydra.sweep.dir to another folder" in message
+
+
 def test_the_folder_is_named_by_what_determines_the_result() -> None:
     key = key_of()
     same = [

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from specdec.tracker import hide_secrets, without_secrets
+from experiments import sweep_results
+from specdec.tracker import NullTracker, WandbConfig, hide_secrets, without_secrets
 
 ROOT = Path(__file__).parent.parent
 
@@ -124,7 +126,37 @@ def test_secrets_are_left_out_at_any_depth() -> None:
         ("run '+x={hf_token: t, k: 3}'", "run '+x={hf_token:(left out), k: 3}'"),
         ("run sampling.max_tokens=12", "run sampling.max_tokens=12"),
         ("run engine.token_table=pinned", "run engine.token_table=pinned"),
+        ("run '+x.password=a b c'", "run '+x.password=(left out)'"),
+        ("""run '+x.password="a b",c]d' k=3""", "run '+x.password=(left out)' k=3"),
+        ("""run '+x.secret='"'"'a b'"'"''""", "run '+x.secret=(left out)'"),
+        ("run x.token=a,b", "run x.token=(left out)"),
+        ("""run 'x={api_key: "a, b", k: 3}'""", "run 'x={api_key:(left out), k: 3}'"),
+        ("run 'x={k: 3, api_key: a b}'", "run 'x={k: 3, api_key:(left out)}'"),
+        ("run 'x.api_keys=[a,b]'", "run 'x.api_keys=(left out)'"),
+        ("run 'prompts.path=my file.jsonl' k=2", "run 'prompts.path=my file.jsonl' k=2"),
     ],
 )
 def test_secrets_on_the_command_line_are_left_out(command: str, shown: str) -> None:
     assert hide_secrets(command).replace(": (left", ":(left") == shown
+
+
+def test_a_sweeps_own_run_tells_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def take(_: object, settings: object, *rest: object) -> NullTracker:
+        told.append(settings)
+        return NullTracker()
+
+    monkeypatch.setattr(sweep_results, "make_tracker", take)
+    config = OmegaConf.create(
+        {
+            "tracker": OmegaConf.structured(WandbConfig(mode="offline")),
+            "sweep": {"group": "g"},
+            "hydra": {
+                "overrides": {"task": ["drafter.api_key=sk-1,sk-2", "seed=1,2"]},
+                "runtime": {"choices": {}},
+            },
+        }
+    )
+    sweep_results._track(config, [], [], tmp_path)
+    assert told == [{"sweep": ["drafter.api_key=(left out)", "seed=1,2"]}]
