@@ -168,12 +168,21 @@ def load_job(cfg: DictConfig) -> SweepConfig:
 
 
 def read_done(folder: Path) -> dict[str, Any] | None:
-    """Return the done marker of a job's folder, None where the job is to be run."""
+    """Return the done marker of a job's folder, None where the job is to be run.
+
+    It is run again, too, where a trace that the marker names is gone: nothing could be told of it.
+    """
     try:
         done = json.loads((folder / DONE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return done if isinstance(done, dict) and done.get("config_hash") == folder.name else None
+    if not isinstance(done, dict) or done.get("config_hash") != folder.name:
+        return None
+    lost = [name for name in done.get("traces", ()) if not (folder / name).is_file()]
+    if lost:
+        warn_once(logger, f"job {folder.name} has lost {', '.join(lost)} and runs again")
+        return None
+    return done
 
 
 def has_result(folder: Path) -> bool:
@@ -313,6 +322,7 @@ def _mark_done(folder: Path, seconds: float) -> None:
         "config_hash": folder.name,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
+        "traces": sorted(path.name for path in folder.glob("*.parquet")),
         "commit": provenance["commit"],
         "versions": provenance["versions"],
     }

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 _INIT_TIMEOUT_S = 30.0  # a network that swallows packets must not hold a run for longer
 _FINISH_TIMEOUT_S = 120.0  # likewise at its end; what was not sent stays on disk
-_SECRET = r"(?:api_?keys?|secrets?|passwords?|token|credentials?)"
-_SECRET_KEY = re.compile(rf"(^|_){_SECRET}$", re.IGNORECASE)
+_SECRET = r"(?:api[-_]?keys?|secrets?|passwords?|token|credentials?)"
+_SECRET_KEY = re.compile(rf"(^|[-_]){_SECRET}$", re.IGNORECASE)
 # A word of a command line, as a shell takes it.
 _WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL)
 # The value of an override is the rest of its word; inside a mapping it ends where it is quoted to,

@@ -80,7 +80,8 @@ def test_wandb_offline_lies_in_the_run_folder_and_keeps_quiet(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "arms.json").write_text("[]")
-    settings = {"num_speculative_tokens": 4, "drafter": {"api_key": "sk-123", "max_n": 3}}
+    secrets = {"api_key": "sk-123", "x-api-key": "sk-123"}
+    settings = {"num_speculative_tokens": 4, "drafter": {**secrets, "max_n": 3}}
     config = WandbConfig(group="sweep", tags=["quick"])
     tracker = make_tracker(config, settings, tmp_path, "ngram K=4")
     assert isinstance(tracker, WandbTracker)

@@ -158,15 +158,20 @@ def test_the_same_command_again_runs_only_what_is_missing(
 ) -> None:
     assert sweep(*AXES) == 0
     executed.clear()
-    # One job was cut: it has all but the marker, which is written last. One marker is damaged.
-    cut, damaged = sorted((tmp_path / "sweep").glob("*/done.json"))[:2]
+    # One job was cut: it has all but the marker, which is written last. One marker is damaged, and
+    # one names a trace that is gone.
+    cut, damaged, robbed = sorted((tmp_path / "sweep").glob("*/done.json"))[:3]
     cut.unlink()
     (cut.parent / "half.parquet").write_bytes(b"half")
     (cut.parent / "wandb" / "offline-run-1").mkdir(parents=True)
     damaged.write_text("{")
+    marker = json.loads(robbed.read_text())
+    robbed.write_text(json.dumps(marker | {"traces": ["requests.parquet"]}))
     assert sweep(*AXES, "sweep.workers=3") == 0
-    assert "2 of 4 jobs are there already" in " ".join(capsys.readouterr().err.split())
-    assert len(executed) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "1 of 4 jobs are there already" in told
+    assert f"job {robbed.parent.name} has lost requests.parquet and runs again" in told
+    assert len(executed) == 3
     assert not (cut.parent / "wandb").exists()
     executed.clear()
     assert sweep("drafter=none", "num_speculative_tokens=2", "debug=default", "seed=0,1") == 0

@@ -123,6 +123,7 @@ def test_secrets_are_left_out_at_any_depth() -> None:
     ("command", "shown"),
     [
         ("run drafter.api_key=sk-1 seed=2", "run drafter.api_key=(left out) seed=2"),
+        ("run x.api-key=sk-1 seed=2", "run x.api-key=(left out) seed=2"),
         ("run '+x={hf_token: t, k: 3}'", "run '+x={hf_token:(left out), k: 3}'"),
         ("run sampling.max_tokens=12", "run sampling.max_tokens=12"),
         ("run engine.token_table=pinned", "run engine.token_table=pinned"),
