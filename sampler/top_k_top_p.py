@@ -143,8 +143,8 @@ def _load_active(
     patch = tl.load(active_ptr + place, mask=place < num_active, other=0)
     tokens = patch[:, None] * PATCH + tl.arange(0, PATCH)[None, :]
     mask = (place < num_active)[:, None] & (tokens < vocab_size)
-    # No lane of the loaded tile is read that is not masked in: minus infinity has no mass, and its
-    # key is not above a threshold.
+    # What is masked has no mass, and is counted only above thresholds that lie below all numbers,
+    # above which there is enough anyway.
     return tl.load(line_ptr + tokens, mask=mask, other=float("-inf"))
 
 

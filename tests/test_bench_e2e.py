@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from experiments.e2e_models import ModelStore, constant_text, random_model, text
 from experiments.e2e_run import fill, keep_rows, make_load, running, time_forward
 from experiments.e2e_scale import expected_bytes, fit_rows, list_points, state_bytes
 from specdec.errors import ConfigError
+from tests.current_device import record_devices
 
 ROOT = Path(__file__).parent.parent
 CPU, TINY, FULL = torch.device("cpu"), SHAPE_SETS["tiny"], SHAPE_SETS["full"]
@@ -333,15 +333,7 @@ def test_tokens_that_were_not_set_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_all_of_a_run_has_its_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[torch.device] = []
-
-    @contextmanager
-    def recorded(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(bench_e2e, "on_device", recorded)
+    current = record_devices(monkeypatch, bench_e2e)
     monkeypatch.setattr(bench_e2e.E2EBench, "run", lambda self: {"current": list(current)})
     record = run_e2e_bench(E2EBenchConfig(**DRY), lambda _: None, {})
     assert record["current"] == [torch.device("cpu")]

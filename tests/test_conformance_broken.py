@@ -11,7 +11,7 @@ import torch
 from sampler.sampler import Sampler
 from specdec.testing import Subject, run_conformance
 from specdec.testing.conformance import RULES
-from tests import broken_drafters, broken_scores  # noqa: F401 - the latter is known by its names
+from tests import broken_drafters, broken_scores
 
 BY_NAME = {rule.name: rule for rule in RULES}
 # Broken drafter -> the rule that must be named, and words of its message.
@@ -56,6 +56,15 @@ SIBLINGS = {
     "sound_features": ["committed_text", "score"],
     "sound_kv": ["draft_kv", "committed_text", "score"],
 }
+
+
+def test_every_drafter_with_a_broken_score_is_expected_to_fail() -> None:
+    own = [
+        value
+        for value in vars(broken_scores).values()
+        if isinstance(value, type) and value.__module__ == broken_scores.__name__
+    ]
+    assert len(own) == sum(rule == "score" for rule, _ in BROKEN.values())
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
 """8-bit weights: rounding, the layers over them, and what a model of them gives."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from runner.models.layers import PackedRows, StreamedLinear
 from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, rule
 from specdec import LLM, SamplingParams
 from specdec.errors import ConfigError, UnsupportedError
+from tests.current_device import record_devices
 from tests.models import (
     FAMILIES,
     VOCAB_SIZE,
@@ -111,15 +110,7 @@ def test_what_runs_while_a_model_is_loaded_runs_on_its_device(
 ) -> None:
     # Triton launches on the current GPU: with device="cuda:1" that has to be the model's.
     assert on_device(torch.device("cuda", 1)).idx == 1  # pyright: ignore
-    current: list[torch.device] = []
-
-    @contextmanager
-    def recorded(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(hf, "on_device", recorded)
+    current = record_devices(monkeypatch, hf)
     model = HFModel(copy.deepcopy(tiny_model("llama")))
     assert model.fused is not None
     plain, seen = model.fused.forward, []
