@@ -37,15 +37,10 @@ import triton.language as tl
 from torch import Tensor
 
 from experiments.provenance import collect_provenance, shown_command
+from runner.attention_launch import AttentionLaunch, AttentionShape, choose_launch
 from runner.attention_metadata import AttentionMetadata
 from runner.kv_cache import PagedKVCache
-from runner.paged_attention import (
-    AttentionLaunch,
-    AttentionShape,
-    choose_launch,
-    paged_attention_forward,
-    paged_attention_forward_ref,
-)
+from runner.paged_attention import paged_attention_forward, paged_attention_forward_ref
 from specdec.errors import ConfigError, SpecdecError
 
 # Query heads, KV heads, head size.

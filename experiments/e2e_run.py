@@ -334,9 +334,14 @@ def forward_inputs(
 
 @torch.inference_mode()
 def time_forward(
-    model: HFModel, num_reqs: int, query_len: int, context: int, bound: int
+    model: HFModel,
+    num_reqs: int,
+    query_len: int,
+    context: int,
+    bound: int,
+    num_calls: int = 20,
 ) -> list[float]:
-    """Return ms of the target's forward, head included, by blocks of calls, rising.
+    """Return ms of the target's forward, head included, by blocks of `num_calls`, rising.
 
     A call is the launch of a CUDA graph; on a CPU it is the call. See `forward_inputs`.
     """
@@ -353,7 +358,7 @@ def time_forward(
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         logits = run()
-    found = _sorted_ms(graph.replay, model.device, num_calls=20)
+    found = _sorted_ms(graph.replay, model.device, num_calls)
     del logits, graph
     return found
 

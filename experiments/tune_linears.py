@@ -11,6 +11,7 @@ where what it held of other layers and ranges stays.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import multiprocessing
@@ -31,8 +32,9 @@ from experiments.provenance import collect_provenance, shown_command
 from runner.dispatch import on_device
 from runner.loader import locate, resolve_device, resolve_dtype
 from runner.models.glu import silu_mul
-from runner.models.linear import LinearLaunch, compile_linear, glu_linear, split_linear
+from runner.models.linear import compile_linear, glu_linear, split_linear
 from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, file_name, read_choices
+from runner.models.linear_launch import LinearLaunch
 from runner.models.norm import add_rms_norm
 from runner.weights import cache_dir
 from specdec.errors import ConfigError, SpecdecError
@@ -162,22 +164,55 @@ def merge_records(record: dict[str, Any], earlier: dict[str, Any] | None) -> dic
     return record | {"choices": [*record["choices"], *kept], "earlier": before}
 
 
+def measured_tokens(limit: int) -> int:
+    """Return how many tokens stand for a range."""
+    return _MEASURED_AT[limit]
+
+
 def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     """Give launches worth trying, before what they prefetch is chosen."""
+    yield from _streamed(shape, limit)
+    # Not for fewer tokens: there memory is the bound, and streaming asks for it ahead.
+    if limit >= 64 and shape.columns % 8 == shape.rows % 8 == 0:
+        yield from _tiled(shape, limit)
+
+
+def _tiled(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
+    """Give launches whose tiles are moved by hardware."""
+    tokens = {64: [(64, 0)], 160: [(128, 32), (64, 16)], 320: [(128, 32), (64, 0)]}[limit]
+    for (block_t, more_t), block_n, splits in itertools.product(tokens, (64, 128, 256), (1, 2, 4)):
+        programs = -(-shape.rows // block_n) * splits * -(-limit // (block_t + more_t))
+        columns, block_k = block_n * (2 if shape.glu else 1), 128 if limit <= 64 else 64
+        if programs < 80 or (splits > 1 and (shape.glu or programs > 264)):
+            continue
+        if -(-shape.columns // block_k) < 4 * splits or columns * (block_t + more_t) > 256 * 160:
+            continue
+        stage = 2 * block_k * (columns + block_t + more_t)
+        num_warps = 8 if columns * (block_t + more_t) >= 128 * 128 else 4
+        # One program a multiprocessor with many steps in flight, or two with half as many.
+        for num_stages in sorted({min(8, _SHARED_BYTES // stage), _SHARED_BYTES // 2 // stage}):
+            if 3 <= num_stages <= 8:
+                yield LinearLaunch(
+                    block_t, block_n, block_k, splits, num_warps, num_stages, 0, more_t, tiled=True
+                )
+
+
+def _streamed(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
+    """Give launches that stream the weight."""
     block_t, more_t = {160: (128, 32), 320: (256, 64)}.get(limit, (limit, 0))
     if shape.glu and limit > 160:
         return
     rows = (16, 32, 64) if shape.rows < 2048 else (32, 64, 128) if limit <= 64 else (64, 128)
-    for block_n, block_k, splits in itertools.product(rows, (64, 128, 256), (1, 2, 4, 8)):
+    for block_n, block_k, splits in itertools.product(rows, (64, 128, 256), (1, 2, 3, 4, 8)):
         programs = -(-shape.rows // block_n) * splits
         steps = -(-shape.columns // block_k)
-        if splits > 1 and (shape.glu or programs > 560 or steps < 4 * splits):
+        if splits > 1 and (shape.glu or programs > 560 or steps < 3 * splits):
             continue
         if programs < (90 if limit <= 160 else 60) and shape.rows * shape.columns > 2**20:
             continue
         weights = block_n * block_k * (2 if shape.glu else 1)
         stage = 2 * (weights + (block_t + more_t) * block_k)
-        num_stages = min(6, steps + 1, _SHARED_BYTES // 2 // stage)
+        num_stages = min(6, -(-steps // splits) + 1, _SHARED_BYTES // 2 // stage)
         if num_stages < 3 and limit > 64:
             num_stages = min(4, _SHARED_BYTES // stage)
         if num_stages < 3 or (limit > 64 and block_k > 64):
@@ -192,7 +227,7 @@ def with_prefetch(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch
     steps = -(-shape.columns // launch.block_k)
     begin = (launch.splits - 1) * -(-steps // launch.splits) * launch.block_k
     most = max(0, 2 * (shape.columns - begin)) // 16 * 16
-    amounts = sorted({min(amount, most) for amount in _PREFETCH})
+    amounts = [0] if launch.tiled else sorted({min(amount, most) for amount in _PREFETCH})
     # Only a kernel that leaves room on every multiprocessor may let the next begin at once.
     small = shape.rows * shape.columns <= 2**22
     return [
@@ -273,6 +308,12 @@ class LayerTimer:
         return float((given - expected).norm() / expected.norm())
 
 
+def settle() -> None:
+    """Keep what is alive from being searched for garbage at every capture of a graph."""
+    gc.collect()
+    gc.freeze()
+
+
 def _graph_us(run: Callable[[], None], count: int) -> float:
     """Return the median microseconds of one of `count` calls in a captured graph."""
     run()
@@ -305,13 +346,31 @@ def _compile_some(
     return failed
 
 
-def compile_all(
-    wanted: Sequence[tuple[LinearShape, LinearLaunch]], dtype: torch.dtype, num_processes: int
-) -> set[tuple[LinearShape, LinearLaunch]]:
-    """Compile launches side by side; returns those that cannot be built."""
-    jobs = [(list(wanted[i::num_processes]), dtype) for i in range(num_processes)]
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        return {pair for failed in pool.map(_compile_some, jobs) for pair in failed}
+class Compilers:
+    """Processes that compile launches into Triton's cache, side by side; a context.
+
+    Args:
+        num_processes: that compile.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = num_processes
+        self._pool = multiprocessing.get_context("spawn").Pool(num_processes)
+
+    def __enter__(self) -> "Compilers":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes."""
+        self._pool.terminate()
+
+    def compile(
+        self, wanted: Sequence[tuple[LinearShape, LinearLaunch]], dtype: torch.dtype
+    ) -> set[tuple[LinearShape, LinearLaunch]]:
+        """Compile launches; returns those that cannot be built."""
+        jobs = [(list(wanted[i :: self._num_processes]), dtype) for i in range(self._num_processes)]
+        return {pair for failed in self._pool.map(_compile_some, jobs) for pair in failed}
 
 
 def tune_layer(
@@ -359,7 +418,8 @@ def tune(
         (shape, launch) for shape in shapes for n in limits for launch in candidates(shape, n)
     ]
     started = time.perf_counter()
-    failed = compile_all(wanted, dtype, num_processes)
+    with Compilers(num_processes) as compilers:
+        failed = compilers.compile(wanted, dtype)
     print(f"compiled {len(wanted)} in {time.perf_counter() - started:.0f} s, {len(failed)} failed")
     lines = []
     for shape, limit in itertools.product(shapes, limits):
@@ -399,6 +459,7 @@ def main() -> int:
         shown_command("experiments.tune_linears", sys.argv[1:]), 0, device, dtype
     )
     shapes = list(dict.fromkeys(shape for model in models.values() for shape in model.shapes()))
+    settle()
     with on_device(device):
         lines = tune(shapes, limits, dtype, device, arguments.processes)
         read_rate = measure_read_ceiling(device)

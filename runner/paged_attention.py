@@ -13,7 +13,6 @@ follows from the number of tokens and places and, on the device, from the actual
 # A launch gives plain integers to parameters annotated tl.constexpr, and options of the compiler.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,101 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runner.attention_launch import (
+    AttentionLaunch,
+    AttentionShape,
+    block_columns,
+    choose_launch,
+    count_tiles,
+    num_multiprocessors,
+)
 from runner.attention_metadata import AttentionGroup, AttentionMetadata
 from runner.dispatch import use_triton
 from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
 
 _LOG2_E = 1.4426950408889634
-_MAX_SPLITS = 64
-# So many are always worth it; more, while a multiprocessor has no program: at a length of 300 the
-# programs that find no key cost more than the split gains, at 32k sixteen read as fast as 33.
-_SPLITS = 16
 _FEW_SPLITS = 8  # whose results are combined at a time
-# Splits fill the device once and no more: measured on an H200, a second wave of programs costs up
-# to a third of the time, a wave that is not quite full costs less.
-_MIN_SPLIT_KEYS = 64
-_SMS_INTERPRETED = 8  # Triton's interpreter has none; a few make it split
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What a launch is chosen from: host integers that do not change within a captured shape."""
-
-    num_tokens: int  # T
-    num_reqs: int  # R
-    max_query_len: int
-    num_kv_heads: int
-    num_packed: int  # query heads a KV head
-    head_size: int
-    itemsize: int  # bytes of a KV element
-
-
-@dataclass(frozen=True)
-class AttentionLaunch:
-    """How the kernel is launched."""
-
-    block_m: int  # rows of a tile
-    block_n: int  # keys a step
-    max_splits: int  # programs that may share the keys of a tile
-    min_split_keys: int  # fewer are not worth a program
-    num_warps: int
-    num_stages: int
-
-    @property
-    def min_split_steps(self) -> int:
-        """Return `min_split_keys` in steps of `block_n` keys."""
-        return triton.cdiv(self.min_split_keys, self.block_n)
-
-
-def choose_launch(shape: AttentionShape, num_sms: int) -> AttentionLaunch:
-    """Choose a launch by shapes alone, so that equal shapes always give equal bits.
-
-    Args:
-        shape: of the pass.
-        num_sms: multiprocessors of the device.
-    """
-    exact = shape.itemsize == 4  # float32 keeps its operands in registers: tiles have to be small
-    rows = max(shape.max_query_len, 1) * shape.num_packed
-    # tl.dot takes 16 rows or more, and a tile holds at least one token with all its heads.
-    block_m = max(16, min(32 if exact else 64, triton.next_power_of_2(rows)))
-    block_m = max(block_m, triton.next_power_of_2(shape.num_packed))
-    block_d = _block_d(shape.head_size)
-    block_n = 64 if block_d <= 128 else 32
-    if exact:
-        block_n = max(16, min(64, 2**16 // (block_d * block_m)))
-    programs = _tiles(shape, block_m)[0] * shape.num_kv_heads
-    wanted = num_sms * (3 if block_d <= 64 else 2)
-    if not exact and block_m <= 32 and programs > wanted:
-        block_n = 32  # so small that more of them fit a multiprocessor: one wave in place of two
-    return AttentionLaunch(
-        block_m=block_m,
-        block_n=block_n,
-        max_splits=max(1, min(_MAX_SPLITS, wanted // programs, max(_SPLITS, num_sms // programs))),
-        min_split_keys=_MIN_SPLIT_KEYS,
-        num_warps=8 if exact or block_m * block_d > 64 * 128 else 4,
-        num_stages=2 if exact else 3,
-    )
-
-
-def _block_d(head_size: int) -> int:
-    """Return the columns of a tile; tl.dot takes 16 or more."""
-    return max(16, triton.next_power_of_2(head_size))
-
-
-def _tiles(shape: AttentionShape, block_m: int) -> tuple[int, int]:
-    """Return a bound on the tiles of a pass, and the tokens of a tile."""
-    tile_tokens = block_m // shape.num_packed
-    if shape.max_query_len <= tile_tokens:
-        return shape.num_reqs, tile_tokens
-    return shape.num_tokens // tile_tokens + shape.num_reqs, tile_tokens
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    """Return the multiprocessors of a device."""
-    if device.type != "cuda":
-        return _SMS_INTERPRETED
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tiles", "num_splits", "max_splits", "window"])
@@ -157,8 +75,14 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,  # half of the multiprocessors or more have no program of this kernel
     PDL: tl.constexpr,
 ):
+    # Programs of the next kernel then find room beside these, and may begin even before this kernel
+    # has its own inputs: they fetch weights, which no kernel writes, and wait for the end of this
+    # kernel before they touch what another one reads or writes. As every kernel of the chain waits
+    # in the same way, the end of one means that all before it have ended, too; see `runner.pdl`.
+    let_next_begin(EARLY and PDL)
     wait_for_predecessor(PDL)
     # The heads of a key lie side by side in memory: programs that run at once should read them.
     pid = tl.program_id(0)
@@ -340,7 +264,7 @@ def paged_attention_forward(
         head_size=head_size,
         itemsize=keys.element_size(),
     )
-    launch = launch or choose_launch(shape, _num_sms(query.device))
+    launch = launch or choose_launch(shape, num_multiprocessors(query.device))
     num_splits = _num_splits(metadata, shape, launch, window)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     partial = lse = out  # not touched where keys are not split
@@ -360,7 +284,7 @@ def paged_attention_forward(
             FEW=_FEW_SPLITS,
             # Not by num_splits: the order of a sum depends on the size of the block.
             BLOCK_S=triton.next_power_of_2(launch.max_splits),
-            BLOCK_D=_block_d(head_size),
+            BLOCK_D=block_columns(head_size),
             **launch_options(query),
         )
     return out
@@ -382,7 +306,7 @@ def _num_splits(
     """Return how many programs can find keys to read in one tile, by the bound on the lengths."""
     most_keys = metadata.max_seq_len
     if window is not None:
-        most_keys = min(most_keys, window + _tiles(shape, launch.block_m)[1] - 1)
+        most_keys = min(most_keys, window + count_tiles(shape, launch.block_m)[1] - 1)
     most_steps = triton.cdiv(most_keys, launch.block_n)
     return max(1, min(launch.max_splits, triton.cdiv(most_steps, launch.min_split_steps)))
 
@@ -400,8 +324,9 @@ def _launch_attention(
     """Launch the attention kernel."""
     keys, values = metadata.kv.keys[layer], metadata.kv.values[layer]
     num_splits = outputs.num_splits
-    num_tiles, tile_tokens = _tiles(shape, launch.block_m)
-    _paged_attention_kernel[(num_tiles * shape.num_kv_heads * num_splits,)](
+    num_tiles, tile_tokens = count_tiles(shape, launch.block_m)
+    num_programs = num_tiles * shape.num_kv_heads * num_splits
+    _paged_attention_kernel[(num_programs,)](
         outputs.out,
         outputs.partial,
         outputs.lse,
@@ -438,7 +363,8 @@ def _launch_attention(
         BLOCK_R=triton.next_power_of_2(shape.num_reqs),
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
-        BLOCK_D=_block_d(shape.head_size),
+        BLOCK_D=block_columns(shape.head_size),
+        EARLY=2 * num_programs <= num_multiprocessors(query.device),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **launch_options(query),

@@ -1,5 +1,6 @@
 """EAGLE-style heads in an engine: logits, KV and texts, against the heads in plain torch."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from drafters.heads import chain
+from drafters.heads.checkpoint import load_head
+from drafters.heads.modules import ChainHead, make_head
 from specdec import LLM, Engine, SamplingParams
 from specdec.request import Request
 from specdec.testing.lengths import RandomLengthConfig
-from tests.head_cases import CASES, HeadFiles
+from tests.attention_cases import AttentionCase, AttentionSizes
+from tests.head_cases import CASES, HEAD_DIM, HEADS, KV_HEADS, HeadFiles
 from tests.models import random_prompts, tiny_model, tiny_target
 from tests.schedules import Arrival, draw_schedule, run_schedule
 
@@ -132,6 +136,50 @@ def test_logits_are_those_of_the_plain_head(
     check.run(SamplingParams(temperature=1.0, max_tokens=12), random_prompts((9, 2, 30), 1, V))
     assert check.logits_error < RELATIVE
     assert min(check.num_first, check.num_chained) > 6
+
+
+def make_alone(files: HeadFiles, fused: bool) -> ChainHead:
+    """Return a head outside of an engine, run by kernels or by its modules."""
+    checkpoint = load_head(files.path, files.case.method)
+    head = make_head(checkpoint.spec)
+    head.load_state_dict(checkpoint.tensors)
+    head.eval().requires_grad_(False)
+    head.share(lambda ids: files.embedding[ids], lambda hidden: hidden @ files.head.T)
+    if fused:
+        head.fuse_kernels(files.embedding)
+    return head
+
+
+def make_pass(seed: int) -> AttentionCase:
+    """Return a pass of three texts from their first token on; no cell of the cache is written."""
+    sizes = AttentionSizes((6, 1, 4), (0, 0, 0), KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 4)
+    return AttentionCase(dataclasses.replace(sizes, seed=seed), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_a_pass_for_some_lines_gives_those_of_a_whole_one_and_the_same_kv(
+    heads: dict[str, HeadFiles], name: str, fused: bool
+) -> None:
+    files, generator = heads[name], torch.Generator().manual_seed(7)
+    head = make_alone(files, fused)
+    # A single line, too: beside a residual of all lines it would be repeated without an error.
+    for lines in ([5, 6, 10], [9, 0, 4, 7], [8]):
+        whole, some = make_pass(len(lines)), make_pass(len(lines))
+        count = len(whole.metadata.positions)
+        input_ids = torch.randint(V, (count,), generator=generator)
+        features = torch.randn(count, files.size, generator=generator)
+        wanted, hidden = torch.tensor(lines), []
+        for case, chosen in ((whole, None), (some, wanted)):
+            metadata = case.metadata
+            hidden.append(head(input_ids, metadata.positions, features, metadata, chosen))
+        assert hidden[0].shape == (count, files.size)
+        torch.testing.assert_close(hidden[1], hidden[0][wanted], rtol=1e-5, atol=1e-5)
+        for full, part in ((whole.kv.keys, some.kv.keys), (whole.kv.values, some.kv.values)):
+            # Cells that no pass wrote are NaN in both.
+            torch.testing.assert_close(part[0], full[0], rtol=0, atol=0, equal_nan=True)
+            assert full[0][whole.metadata.slot_mapping].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "EAGLE-3, speculators"])

@@ -9,7 +9,6 @@ from torch import Tensor
 from runner.models.fp8 import dequantize_rows, quantize_rows
 from runner.models.glu import silu_mul, silu_mul_ref
 from runner.models.linear import (
-    LinearLaunch,
     glu_linear,
     glu_linear_ref,
     split_linear,
@@ -17,6 +16,7 @@ from runner.models.linear import (
     top1_linear,
     top1_linear_ref,
 )
+from runner.models.linear_launch import LinearLaunch
 from runner.models.norm import add_rms_norm, add_rms_norm_ref
 from runner.models.rope import HeadNorms, HeadShape, turn_heads, turn_heads_ref
 
@@ -53,13 +53,26 @@ LINEAR_CASES = {
     "more tokens": (35, 24, 40, LinearLaunch(32, 16, 32, more_t=16)),
     "more tokens than both": (51, 24, 40, LinearLaunch(32, 16, 32, more_t=16)),
 }
+# Sizes in bytes that the tensor memory accelerator takes: multiples of 16.
+TILED_CASES = {
+    "tiled, one token": (1, 48, 64, LinearLaunch(16, 16, 32, tiled=True)),
+    "tiled, odd rows": (5, 40, 64, LinearLaunch(16, 16, 32, tiled=True)),
+    "tiled, odd columns": (3, 32, 72, LinearLaunch(16, 16, 32, tiled=True)),
+    "tiled, several tiles": (37, 32, 64, LinearLaunch(16, 16, 32, tiled=True)),
+    "tiled, more tokens": (51, 24, 40, LinearLaunch(32, 16, 32, more_t=16, tiled=True)),
+    "tiled, as on Hopper": (77, 136, 192, LinearLaunch(64, 64, 64, more_t=16, tiled=True)),
+    "tiled, early": (21, 72, 128, LinearLaunch(16, 64, 64, early=True, tiled=True)),
+    "tiled, uneven splits": (7, 40, 104, LinearLaunch(16, 16, 32, splits=3, tiled=True)),
+    "tiled, split without columns": (2, 16, 48, LinearLaunch(16, 16, 16, splits=4, tiled=True)),
+}
+ALL_CASES = LINEAR_CASES | TILED_CASES
 
 
-@pytest.mark.parametrize("name", LINEAR_CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_split_linear(device: torch.device, name: str, dtype: torch.dtype, has_bias: bool) -> None:
-    num_tokens, num_rows, columns, launch = LINEAR_CASES[name]
+    num_tokens, num_rows, columns, launch = ALL_CASES[name]
     x = rows(num_tokens, columns, dtype, device)
     weight = torch.randn(num_rows, columns).to(device, dtype)
     bias = torch.randn(num_rows).to(device, dtype) if has_bias else None
@@ -73,10 +86,10 @@ def test_split_linear(device: torch.device, name: str, dtype: torch.dtype, has_b
         assert float((part - expected_part).abs().max()) < 1e-2
 
 
-@pytest.mark.parametrize("name", [name for name in LINEAR_CASES if "split" not in name])
+@pytest.mark.parametrize("name", [name for name in ALL_CASES if "split" not in name])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_glu_linear(device: torch.device, name: str, dtype: torch.dtype) -> None:
-    num_tokens, num_rows, columns, launch = LINEAR_CASES[name]
+    num_tokens, num_rows, columns, launch = ALL_CASES[name]
     x = rows(num_tokens, columns, dtype, device)
     weight = torch.randn(2 * num_rows, columns).to(device, dtype) * 0.2
     given = glu_linear(x, weight, launch)

@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from runner.attention_launch import AttentionLaunch, AttentionShape, choose_launch
 from runner.kv_cache import write_kv, write_kv_ref
-from runner.paged_attention import (
-    AttentionLaunch,
-    AttentionShape,
-    choose_launch,
-    paged_attention_forward,
-    paged_attention_forward_ref,
-)
+from runner.paged_attention import paged_attention_forward, paged_attention_forward_ref
 from tests.attention_cases import LAYER, TOLERANCES, AttentionCase, AttentionSizes
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]

@@ -90,10 +90,10 @@ class HeadDrafter(SamplingDrafter):
         features = ctx.aux_hidden_states if wants_aux else ctx.hidden_states
         assert features is not None, "the runner hands over what capabilities ask for"
         step = first_head_inputs(ctx, self._kv)
-        hidden = self.head(
-            step.input_ids, step.positions, self.head.fuse(features), step.attn_metadata
+        features = self.head.fuse(features)
+        self._hidden[: ctx.num_reqs] = self.head(
+            step.input_ids, step.positions, features, step.attn_metadata, step.last_indices
         )
-        torch.index_select(hidden, 0, step.last_indices, out=self._hidden[: ctx.num_reqs])
 
     def propose(self, ctx: DraftContext) -> None:
         """Choose K drafts, with a pass between two of them."""

@@ -110,7 +110,12 @@ class ChainHead(nn.Module):
         return features
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, features: Tensor, metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        metadata: AttentionMetadata,
+        lines: Tensor | None = None,
     ) -> Tensor:
         """Run one pass.
 
@@ -119,10 +124,12 @@ class ChainHead(nn.Module):
             positions: [T] int64.
             features: [T, hidden], fused ones, or what an earlier pass returned.
             metadata: of the pass.
+            lines: [R] int64, those of the T whose states are wanted; None = all. KV is written
+                for all T, and what follows attention is computed for the wanted lines alone.
 
         Returns:
-            [T, hidden]: what `compute_logits` takes, and what stands for the features of the
-            positions behind.
+            [T, hidden], [R, hidden] with `lines`: what `compute_logits` takes, and what stands for
+            the features of the positions behind.
         """
         raise NotImplementedError
 
@@ -177,17 +184,23 @@ class EagleHead(ChainHead):
         self.layer.input_layernorm = nn.Identity()
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, features: Tensor, metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        metadata: AttentionMetadata,
+        lines: Tensor | None = None,
     ) -> Tensor:
         """Run one pass; see `ChainHead.forward`."""
         fused, joint = self._fused, torch.cat((self._embed(input_ids), features), dim=-1)
         if fused is not None:
             hidden = fused.fc(joint)
-            parts = fused.attention(hidden, positions, metadata)
-            return fused.finish(parts, hidden, None)
+            parts = fused.attention(hidden, positions, metadata, lines)
+            return fused.finish(parts, _take(hidden, lines), None)
         hidden = self.fc(joint)[None]
         turns = self.rotary(hidden, positions[None])
-        return self.layer(hidden, position_embeddings=turns, attn_metadata=metadata)[0]
+        hidden = self.layer(hidden, position_embeddings=turns, attn_metadata=metadata)[0]
+        return _take(hidden, lines)
 
 
 class Eagle3Head(ChainHead):
@@ -234,11 +247,16 @@ class Eagle3Head(ChainHead):
         return self.fc(features) if self._fused is None else self._fused.fc(features)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, features: Tensor, metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        metadata: AttentionMetadata,
+        lines: Tensor | None = None,
     ) -> Tensor:
         """Run one pass; see `ChainHead.forward`."""
         if self._fused is not None:
-            return self._forward_fused(self._fused, input_ids, positions, features, metadata)
+            return self._forward_fused(self._fused, input_ids, positions, features, metadata, lines)
         layer, features = self.layer, features[None]
         embedded = layer.input_layernorm(self._embed(input_ids))[None]
         normed = layer.hidden_norm(features)
@@ -249,8 +267,8 @@ class Eagle3Head(ChainHead):
             attention_mask=None,
             attn_metadata=metadata,
         )
-        hidden = residual + hidden
-        hidden = (hidden + layer.mlp(layer.post_attention_layernorm(hidden)))[0]
+        hidden = _take((residual + hidden)[0], lines)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.norm(hidden) if self.spec.norm_output else hidden
 
     def _forward_fused(
@@ -260,6 +278,7 @@ class Eagle3Head(ChainHead):
         positions: Tensor,
         features: Tensor,
         metadata: AttentionMetadata,
+        lines: Tensor | None,
     ) -> Tensor:
         """Run one pass by few kernels; see `ChainHead.forward`."""
         size = features.shape[1]
@@ -268,8 +287,8 @@ class Eagle3Head(ChainHead):
         embedded, normed = joint[:, :size], joint[:, size:]
         add_rms_norm(fused.embedding, None, first.weight, first.eps, embedded, None, input_ids)
         add_rms_norm(features[None], None, second.weight, second.eps, normed)
-        parts = fused.attention(joint, positions, metadata)
-        residual = normed if self.spec.norm_before_residual else features
+        parts = fused.attention(joint, positions, metadata, lines)
+        residual = _take(normed if self.spec.norm_before_residual else features, lines)
         return fused.finish(parts, residual, last if self.spec.norm_output else None)
 
     def output_states(self, hidden: Tensor) -> Tensor:
@@ -322,6 +341,11 @@ class FusedHead:
         last = norm or middle  # where none is wanted, the norm is computed for nothing
         add_rms_norm(self.mlp(normed), stream, last.weight, last.eps, normed, stream)
         return stream if norm is None else normed
+
+
+def _take(states: Tensor, lines: Tensor | None) -> Tensor:
+    """Return lines [R] of states [T, hidden], all of them for None."""
+    return states if lines is None else states.index_select(0, lines)
 
 
 def make_head(spec: HeadSpec) -> ChainHead:

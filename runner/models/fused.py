@@ -70,13 +70,20 @@ class FusedAttention:
         self.qkv: LinearLayer = join_linears(attention, _PROJECTIONS[:3])
         self.out: LinearLayer = join_linears(attention, _PROJECTIONS[3:])
 
-    def __call__(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return parts [S, T, hidden] of the output.
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        lines: Tensor | None = None,
+    ) -> Tensor:
+        """Return parts [S, T, hidden] of the output, [S, R, hidden] with `lines`.
 
         Args:
             x: [T, columns of the projections].
             positions: [T] int64.
             metadata: of the pass.
+            lines: [R] int64, those of the T whose outputs are wanted; None = all.
         """
         num_tokens, kv, layer = len(x), metadata.kv, self.layer_idx
         is_paged = isinstance(kv, PagedKVCache)
@@ -94,7 +101,8 @@ class FusedAttention:
             kv.write(layer, metadata.slot_mapping, keys, values)
         attend = ATTENTION_BACKENDS[metadata.backend]
         output = attend(query, metadata, layer, self.scaling, self.window)
-        return self.out.parts(output.reshape(num_tokens, -1))
+        output = output.reshape(num_tokens, -1)
+        return self.out.parts(output if lines is None else output.index_select(0, lines))
 
 
 class FusedMLP:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from runner.models.fp8 import dequantize_rows, quantize_rows
 from runner.models.glu import silu_mul
-from runner.models.linear import LinearLaunch, glu_linear, split_linear, top1_linear
+from runner.models.linear import glu_linear, split_linear, top1_linear
 from runner.models.linear_choices import LinearShape, choose_linear, choose_scaled
+from runner.models.linear_launch import LinearLaunch
 from runner.models.packed_linear import PackedLinear, can_pack
 from specdec.errors import UnsupportedError
 
@@ -197,7 +198,7 @@ def top1(linear: Any, x: Tensor, ids: Tensor | None = None) -> Tensor:
     """
     if isinstance(linear, StreamedLinear) and linear.bias is None:
         launch = linear.launch(x)
-        if launch is not None and launch.splits == 1 and launch.more_t == 0:
+        if launch is not None and _gives_top(launch):
             return top1_linear(x, linear.weight, launch, ids)
     chosen = linear(x).argmax(1)
     return chosen if ids is None else ids[chosen]
@@ -215,12 +216,17 @@ def largest(linear: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if isinstance(linear, StreamedLinear) and linear.bias is None:
         launch = linear.launch(x)
-        if launch is not None and launch.splits == 1 and launch.more_t == 0:
+        if launch is not None and _gives_top(launch):
             values = torch.empty(len(x), dtype=torch.float32, device=x.device)
             return values, top1_linear(x, linear.weight, launch, values=values)
     outputs = linear(x)
     places = outputs.argmax(1)
     return outputs.gather(1, places[:, None])[:, 0].float(), places
+
+
+def _gives_top(launch: LinearLaunch) -> bool:
+    """Return whether a launch can also keep the largest outputs alone."""
+    return launch.splits == 1 and launch.more_t == 0 and not launch.tiled
 
 
 def stream_linear(linear: Any) -> Any:

@@ -12,7 +12,6 @@ cache while the kernel ahead still runs (`runner.pdl`).
 # A launch gives plain integers to parameters annotated tl.constexpr, and options of the compiler.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,35 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.dispatch import use_triton
+from runner.models.linear_launch import LinearLaunch
+from runner.models.linear_tiled import launch_tiled
 from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
-
-
-@dataclass(frozen=True)
-class LinearLaunch:
-    """How the kernel is launched.
-
-    Args:
-        block_t: tokens of a program, a power of two from 16 on.
-        block_n: rows of the weight of a program.
-        block_k: columns a step.
-        splits: programs that share the inner dimension.
-        num_warps: of a program.
-        num_stages: steps in flight.
-        prefetch: bytes of each row of the weight that are asked for ahead, a multiple of 16.
-        more_t: tokens behind the first `block_t` that the same program takes; 0 or a power of two.
-        early: let the next kernel begin at once, not when the loop is over; for layers so small
-            that programs of both fit every multiprocessor.
-    """
-
-    block_t: int
-    block_n: int
-    block_k: int
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
-    prefetch: int = 0
-    more_t: int = 0
-    early: bool = False
 
 
 @triton.jit
@@ -233,6 +206,10 @@ def split_linear(
     if not use_triton(x):
         return split_linear_ref(x, weight, bias, launch, out_dtype, scales)
     out = torch.empty((launch.splits, len(x), weight.shape[0]), dtype=out_dtype, device=x.device)
+    if launch.tiled:
+        assert scales is None, "8-bit weights are not computed by tiles"
+        launch_tiled(out, x, weight, bias, launch, glu=False)
+        return out
     _launch(out, None, x, weight, (bias, scales), launch, glu=False)
     return out
 
@@ -277,6 +254,10 @@ def glu_linear(
     if not use_triton(x):
         return glu_linear_ref(x, weight, launch, scales)
     out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    if launch.tiled:
+        assert scales is None, "8-bit weights are not computed by tiles"
+        launch_tiled(out[None], x, weight, None, launch, glu=True)
+        return out
     _launch(out, None, x, weight, (None, scales), launch, glu=True)
     return out
 
@@ -343,6 +324,7 @@ def top1_linear(
     """
     assert launch.splits == 1, "the largest of a sum is not the sum of the largest"
     assert launch.more_t == 0, "one tile of tokens a program"
+    assert not launch.tiled, "whole outputs are written by tiles"
     if not use_triton(x):
         return top1_linear_ref(x, weight, launch, ids, values)
     num_tokens, num_rows = len(x), len(weight)
@@ -386,7 +368,7 @@ def top1_linear_ref(
 def compile_linear(
     rows: int, columns: int, glu: bool, launch: LinearLaunch, dtype: torch.dtype
 ) -> None:
-    """Compile a launch for the current device into Triton's cache, and run nothing.
+    """Compile a launch for the current device into Triton's cache; its numbers mean nothing.
 
     Args:
         rows: outputs, of the gate alone where `glu`.
@@ -396,6 +378,12 @@ def compile_linear(
         dtype: of weight and input.
     """
     out_dtype = torch.float32 if launch.splits > 1 else dtype
+    if launch.tiled:  # descriptors are made of tensors alone
+        weight = torch.empty((rows * (2 if glu else 1), columns), dtype=dtype, device="cuda")
+        x = torch.empty((launch.block_t, columns), dtype=dtype, device="cuda")
+        out = torch.empty((launch.splits, len(x), rows), dtype=out_dtype, device="cuda")
+        launch_tiled(out, x, weight, None, launch, glu)
+        return
     like = torch.empty(0, dtype=dtype, device="cuda")
     constants = _constants(rows, columns, launch, glu, like)
     constants |= {"HAS_BIAS": False, "SCALED": False, "TOP": False}

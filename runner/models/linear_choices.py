@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from runner.models.linear import LinearLaunch
+from runner.models.linear_launch import LinearLaunch
 from runner.weights import cache_dir
 from specdec.errors import ConfigError
 
@@ -96,6 +96,18 @@ def choices_digest(choices: Choices) -> str:
         for (shape, limit), launch in choices.items()
     )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def replace_choice(
+    device_name: str,
+    dtype: torch.dtype,
+    shape: LinearShape,
+    limit: int,
+    launch: LinearLaunch | None,
+) -> None:
+    """Choose otherwise, in this process: for measuring what else could be chosen."""
+    load_choices(device_name, dtype)[shape, limit] = launch
+    _choose.cache_clear()
 
 
 def token_limit(num_tokens: int, limits: Iterable[int] = TOKEN_LIMITS) -> int | None:

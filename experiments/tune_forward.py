@@ -1,0 +1,296 @@
+"""Choose how linear layers are launched by the time of a whole forward pass.
+
+    python -m experiments.tune_forward --models smollm2-135m --limits 16,32,64
+    python -m experiments.tune_forward --target my/model
+
+A layer that is timed alone (`experiments.tune_linears`) has other neighbours than in a model: how
+soon they let it begin, and what they left in the L2 cache, moves the best launch of a small layer.
+This starts from the choices there are and goes through the layers of a model. For each it tries the
+launches that are fastest alone in a CUDA graph of the whole pass, and keeps what makes it shorter.
+
+A choice belongs to a shape: models that share a shape share the choice, the last one measured wins.
+Needs torch, triton, transformers and numpy. Without `--out` the file goes to `linears/` of the
+cache folder; either way it holds all choices that there were before.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.e2e_cases import SHAPE_SETS
+from experiments.e2e_models import random_model
+from experiments.e2e_run import time_forward
+from experiments.provenance import collect_provenance, shown_command
+from experiments.tune_linears import (
+    SHIPPED_MODELS,
+    Compilers,
+    LayerTimer,
+    candidates,
+    measured_tokens,
+    merge_records,
+    model_shape,
+    read_earlier,
+    settle,
+    wanted_limits,
+    wanted_models,
+    with_prefetch,
+)
+from runner.dispatch import on_device
+from runner.loader import load_target, resolve_device, resolve_dtype
+from runner.models.hf import HFModel
+from runner.models.linear_choices import (
+    SHIPPED,
+    LinearShape,
+    file_name,
+    load_choices,
+    replace_choice,
+    rule,
+)
+from runner.models.linear_launch import LinearLaunch
+from runner.weights import cache_dir
+from specdec.errors import ConfigError, SpecdecError
+
+# Requests and tokens of each of the pass that stands for a range.
+FORWARDS = {16: (1, 5), 32: (32, 1), 64: (8, 5), 160: (32, 5), 320: (64, 5)}
+CONTEXT, BOUND = 256, 512  # tokens of a request, and what the host knows of them
+_SHORTLIST = 4  # launches that are tried in the pass
+_LEAST_GAIN = 0.002  # of the pass: less is noise
+_PREFETCH = (0, 256)
+
+Forward = Callable[[], float]
+# By upper end of the tokens and layer.
+Options = dict[tuple[int, LinearShape], list[LinearLaunch]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came out for a layer: its launch, and ms of the pass before and with it."""
+
+    shape: LinearShape
+    launch: LinearLaunch | None
+    ms_before: float
+    ms: float
+
+
+def variants(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch]:
+    """Return a launch with what it may prefetch, and with each start of the next kernel."""
+    return [one for one in with_prefetch(launch, shape) if one.prefetch in _PREFETCH]
+
+
+def choose_in_pass(
+    shape: LinearShape,
+    present: LinearLaunch | None,
+    options: Iterable[LinearLaunch | None],
+    place: Callable[[LinearLaunch | None], None],
+    forward: Forward,
+) -> Found:
+    """Choose the launch of one layer, and leave it in place.
+
+    Args:
+        shape: of the layer.
+        present: its launch so far.
+        options: launches to try; None is the library.
+        place: makes a launch that of the layer.
+        forward: returns ms of the pass as it is placed.
+    """
+    before = best_ms = forward()
+    best = present
+    for option in dict.fromkeys(options):
+        if option == present:
+            continue
+        place(option)
+        ms = forward()
+        if ms < best_ms - _LEAST_GAIN * before:
+            best, best_ms = option, ms
+    place(best)
+    return Found(shape, best, before, best_ms)
+
+
+def shortlist(
+    shape: LinearShape, limit: int, launches: Sequence[LinearLaunch], dtype: torch.dtype
+) -> list[LinearLaunch]:
+    """Return the launches that are fastest alone, on the current GPU."""
+    timer = LayerTimer(shape, measured_tokens(limit), dtype, torch.device("cuda"))
+    timed = {one: timer.time_us(one) for one in launches if timer.error(one) < 2e-2}
+    return sorted(timed, key=lambda one: timed[one])[:_SHORTLIST]
+
+
+class ForwardTuner:
+    """Goes through the layers of one model.
+
+    Args:
+        model: on a GPU.
+        shapes: of its layers.
+        compilers: that build what is tried.
+        may_begin: whether there is time for one more layer.
+    """
+
+    def __init__(
+        self,
+        model: HFModel,
+        shapes: Sequence[LinearShape],
+        compilers: Compilers,
+        may_begin: Callable[[], bool],
+    ) -> None:
+        self.model, self.shapes = model, shapes
+        self._compilers, self._may_begin = compilers, may_begin
+        self._device_name = torch.cuda.get_device_name(model.device)
+        self._choices = load_choices(self._device_name, model.dtype)
+
+    def tune(self, limits: Sequence[int]) -> list[tuple[int, Found]]:
+        """Choose for ranges of tokens."""
+        dtype = self.model.dtype
+        layers = list(itertools.product(limits, self.shapes))
+        built = self._build({(n, shape): list(candidates(shape, n)) for n, shape in layers})
+        options: Options = {}
+        for (limit, shape), launches in built.items():
+            fastest = shortlist(shape, limit, launches, dtype)
+            options[limit, shape] = [other for one in fastest for other in variants(one, shape)]
+            torch.cuda.empty_cache()
+        options = self._build(options)
+        found = []
+        for limit, shape in layers:
+            if not self._may_begin():
+                print(f"{shape} up to {limit} tokens: no time left, its choice stays")
+                continue
+            found.append((limit, self._choose(limit, shape, options[limit, shape])))
+            print(f"up to {limit} tokens: {found[-1][1]}", flush=True)
+        return found
+
+    def _build(self, options: Options) -> Options:
+        """Compile launches; returns those that could be built."""
+        pairs = [(shape, one) for (_, shape), launches in options.items() for one in launches]
+        failed = self._compilers.compile(list(dict.fromkeys(pairs)), self.model.dtype)
+        return {
+            (limit, shape): [one for one in launches if (shape, one) not in failed]
+            for (limit, shape), launches in options.items()
+        }
+
+    def _choose(self, limit: int, shape: LinearShape, launches: Sequence[LinearLaunch]) -> Found:
+        by_rule, name, dtype = rule(shape, limit), self._device_name, self.model.dtype
+        return choose_in_pass(
+            shape,
+            self._choices.get((shape, limit), by_rule),
+            [None, by_rule, *launches],
+            lambda launch: replace_choice(name, dtype, shape, limit, launch),
+            lambda: self._forward_ms(limit),
+        )
+
+    def _forward_ms(self, limit: int) -> float:
+        num_reqs, query_len = FORWARDS[limit]
+        # The least: what disturbs a pass makes it longer, never shorter.
+        return time_forward(self.model, num_reqs, query_len, CONTEXT, BOUND, num_calls=6)[0]
+
+
+def new_lines(found: Iterable[tuple[int, Found]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return lines of a file of choices; what was measured of a layer alone is kept beside.
+
+    Args:
+        found: for ranges of tokens, by their ends.
+        earlier: the file before.
+    """
+    lines = []
+    for limit, one in found:
+        key = {**asdict(one.shape), "max_tokens": limit}
+        known = [line for line in earlier.get("choices", ()) if key.items() <= line.items()]
+        num_reqs, query_len = FORWARDS[limit]
+        lines.append(
+            {
+                **(known[0] if known else key),
+                "launch": None if one.launch is None else asdict(one.launch),
+                "forward": {
+                    "num_reqs": num_reqs,
+                    "query_len": query_len,
+                    "ms_before": round(one.ms_before, 4),
+                    "ms": round(one.ms, 4),
+                },
+            }
+        )
+    return lines
+
+
+def known_choices(own: Path) -> dict[str, Any] | None:
+    """Return the record of what a device takes so far: one's own file, then the shipped one."""
+    shipped, mine = read_earlier(SHIPPED / own.name), read_earlier(own)
+    return shipped if mine is None else merge_records(mine, shipped)
+
+
+def build_model(name: str, is_target: bool, dtype: torch.dtype, device: torch.device) -> HFModel:
+    """Load a target by name, or build a shipped shape with random weights."""
+    if is_target:
+        return load_target(name, dtype, device).model
+    full = SHAPE_SETS["full"]
+    shapes = {
+        "llama-8b": full.models["8b"],
+        "llama-1b": full.draft_model,
+        "smollm2-135m": full.models["135m"],
+    }
+    return random_model(shapes[name], 0, dtype, device)
+
+
+def tune_models(
+    arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device, compilers: Compilers
+) -> list[tuple[int, Found]]:
+    """Return what was found for the layers of each model, by the ends of the ranges."""
+    is_target = arguments.target is not None
+    deadline = time.monotonic() + 60 * arguments.max_minutes
+    found = []
+    for name in wanted_models(arguments.models, arguments.target):
+        shape = replace(model_shape(name) if is_target else SHIPPED_MODELS[name], draft_vocab=0)
+        model = build_model(name, is_target, dtype, device)
+        settle()
+        tuner = ForwardTuner(model, shape.shapes(), compilers, lambda: time.monotonic() < deadline)
+        found += tuner.tune(wanted_limits(arguments.limits))
+        del model, tuner
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description="Choose linear layers' launches in a whole pass.")
+    parser.add_argument("--out", default=None, help="file; default: linears/ of the cache folder")
+    parser.add_argument("--target", default=None, help="a model's name; default: the shipped ones")
+    parser.add_argument("--limits", default=",".join(map(str, FORWARDS)))
+    parser.add_argument("--models", default=",".join(SHIPPED_MODELS), help="of the shipped ones")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--processes", type=int, default=8, help="that compile")
+    parser.add_argument("--max-minutes", type=float, default=30.0, help="layers begun later stay")
+    arguments = parser.parse_args()
+    try:
+        device = resolve_device(arguments.device)
+        if device.type != "cuda":
+            raise ConfigError(f"device={arguments.device!r} is not allowed; give a GPU")
+        dtype = resolve_dtype(arguments.dtype, device)
+        wanted_limits(arguments.limits)
+        wanted_models(arguments.models, arguments.target)
+        name = torch.cuda.get_device_name(device)
+        own = cache_dir() / "linears" / file_name(name, dtype)
+        earlier = known_choices(own)
+        command = shown_command("experiments.tune_forward", sys.argv[1:])
+        provenance = collect_provenance(command, 0, device, dtype)
+        with on_device(device), Compilers(arguments.processes) as compilers:
+            found = tune_models(arguments, dtype, device, compilers)
+    except SpecdecError as error:
+        print(error, file=sys.stderr)
+        return 2
+    lines = new_lines(found, earlier or {})
+    record = {"provenance": provenance, "device": name, "choices": lines}
+    path = Path(arguments.out or own)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(merge_records(record, earlier), indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Launches chosen by the time of a whole pass: what is kept, and what the file then holds."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from experiments import tune_forward
+from experiments.tune_forward import (
+    FORWARDS,
+    Found,
+    choose_in_pass,
+    known_choices,
+    new_lines,
+    variants,
+)
+from runner.models.linear_choices import SHIPPED, TOKEN_LIMITS, LinearShape, read_choices
+from runner.models.linear_launch import LinearLaunch
+
+SHAPE = LinearShape(576, 576)
+PRESENT, SLOW, FAST = (LinearLaunch(16, n, 64) for n in (16, 32, 64))
+
+
+class Pass:
+    """A pass whose time depends on the launch that is in place."""
+
+    def __init__(self, ms: dict[LinearLaunch | None, float]) -> None:
+        self.ms, self.placed, self.timed = ms, PRESENT, list[LinearLaunch | None]()
+
+    def place(self, launch: LinearLaunch | None) -> None:
+        self.placed = launch
+
+    def forward(self) -> float:
+        self.timed.append(self.placed)
+        return self.ms[self.placed]
+
+    def choose(self, *options: LinearLaunch | None) -> Found:
+        return choose_in_pass(SHAPE, PRESENT, options, self.place, self.forward)
+
+
+def test_the_fastest_is_kept_and_left_in_place() -> None:
+    whole = Pass({PRESENT: 1.0, SLOW: 1.2, FAST: 0.8, None: 0.9})
+    found = whole.choose(SLOW, FAST, None)
+    assert found == Found(SHAPE, FAST, 1.0, 0.8)
+    assert whole.placed == FAST
+    assert whole.timed == [PRESENT, SLOW, FAST, None]
+
+
+def test_the_library_can_win() -> None:
+    whole = Pass({PRESENT: 1.0, FAST: 0.9, None: 0.5})
+    assert whole.choose(FAST, None).launch is None
+    assert whole.placed is None
+
+
+def test_noise_changes_nothing() -> None:
+    whole = Pass({PRESENT: 1.0, FAST: 0.999})
+    assert whole.choose(FAST, PRESENT, FAST) == Found(SHAPE, PRESENT, 1.0, 1.0)
+    assert whole.placed == PRESENT
+    assert whole.timed == [PRESENT, FAST]  # each option once
+
+
+def test_variants_of_a_launch() -> None:
+    small = {(one.prefetch, one.early) for one in variants(PRESENT, SHAPE)}
+    assert small == {(0, False), (0, True), (256, False), (256, True)}
+    large = LinearShape(14336, 4096, glu=True)
+    assert {one.early for one in variants(PRESENT, large)} == {False}
+    tiled = LinearLaunch(64, 128, 64, more_t=16, tiled=True)
+    assert variants(tiled, large) == [tiled]
+
+
+def test_each_range_has_a_pass_that_lies_in_it() -> None:
+    assert tuple(FORWARDS) == TOKEN_LIMITS
+    for (num_reqs, query_len), least, most in zip(
+        FORWARDS.values(), (0, *TOKEN_LIMITS), TOKEN_LIMITS, strict=False
+    ):
+        assert least < num_reqs * query_len <= most
+
+
+def test_a_line_keeps_what_was_measured_alone(tmp_path: Path) -> None:
+    key = {**asdict(SHAPE), "max_tokens": 16}
+    earlier = {"choices": [{**key, "launch": None, "library_us": 5.0}, {**key, "max_tokens": 32}]}
+    other = LinearShape(64, 64)
+    found = [(16, Found(SHAPE, FAST, 1.0, 0.8)), (16, Found(other, None, 0.8, 0.7))]
+    first, second = new_lines(found, earlier)
+    assert first["library_us"] == 5.0
+    assert first["forward"] == {"num_reqs": 1, "query_len": 5, "ms_before": 1.0, "ms": 0.8}
+    path = tmp_path / "choices.json"
+    path.write_text(json.dumps({"choices": [first, second]}), encoding="utf-8")
+    assert read_choices(path) == {(SHAPE, 16): FAST, (other, 16): None}
+
+
+def test_known_choices_are_the_shipped_ones_behind_ones_own(tmp_path: Path) -> None:
+    name = "nvidia_h200_bfloat16.json"
+    shipped, own = read_choices(SHIPPED / name), tmp_path / name
+    (shape, limit), _ = next(iter(shipped.items()))
+    line = {**asdict(shape), "max_tokens": limit, "launch": asdict(FAST)}
+    own.write_text(json.dumps({"provenance": {}, "choices": [line]}), encoding="utf-8")
+    merged = tmp_path / "merged.json"
+    merged.write_text(json.dumps(known_choices(own)), encoding="utf-8")
+    assert read_choices(merged) == shipped | {(shape, limit): FAST}
+    assert known_choices(tmp_path / "no_such_device.json") is None
+
+
+def test_a_cpu_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tune_forward", "--device", "cpu"])
+    assert tune_forward.main() == 2
+    assert capsys.readouterr().err == "device='cpu' is not allowed; give a GPU\n"
