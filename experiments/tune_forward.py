@@ -38,7 +38,7 @@ from experiments.tune_linears import (
     merge_records,
     model_shape,
     read_earlier,
-    settle,
+    settled,
     wanted_limits,
     wanted_models,
     with_prefetch,
@@ -246,9 +246,9 @@ def tune_models(
     for name in wanted_models(arguments.models, arguments.target):
         shape = replace(model_shape(name) if is_target else SHIPPED_MODELS[name], draft_vocab=0)
         model = build_model(name, is_target, dtype, device)
-        settle()
         tuner = ForwardTuner(model, shape.shapes(), compilers, lambda: time.monotonic() < deadline)
-        found += tuner.tune(wanted_limits(arguments.limits))
+        with settled():
+            found += tuner.tune(wanted_limits(arguments.limits))
         del model, tuner
         torch.cuda.empty_cache()
     return found

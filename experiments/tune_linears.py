@@ -18,6 +18,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -308,10 +309,15 @@ class LayerTimer:
         return float((given - expected).norm() / expected.norm())
 
 
-def settle() -> None:
+@contextmanager
+def settled() -> Iterator[None]:
     """Keep what is alive from being searched for garbage at every capture of a graph."""
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _graph_us(run: Callable[[], None], count: int) -> float:
@@ -459,8 +465,7 @@ def main() -> int:
         shown_command("experiments.tune_linears", sys.argv[1:]), 0, device, dtype
     )
     shapes = list(dict.fromkeys(shape for model in models.values() for shape in model.shapes()))
-    settle()
-    with on_device(device):
+    with on_device(device), settled():
         lines = tune(shapes, limits, dtype, device, arguments.processes)
         read_rate = measure_read_ceiling(device)
     path = Path(arguments.out or own)
