@@ -156,10 +156,20 @@ def run_scale(
         fit_rows([row for row in rows if row["model"] == model])
 
 
+def _chunk_tokens(point: Point) -> int:
+    """Return how many tokens of prompts a step takes."""
+    return min(_CHUNK_TOKENS, max(2048, point.batch * point.context))
+
+
+def _fill_steps(point: Point) -> int:
+    """Return the steps that run the prompts; the first request decodes in all but its own."""
+    return -(-point.batch * point.context // _chunk_tokens(point))
+
+
 def _shapes_of(point: Point, model: str, shapes: ShapeSet, itemsize: int) -> ShapeSet:
     """Return shapes whose lengths and KV cache are those of a point."""
     num_steps = shapes.axes.num_steps
-    growth = (num_steps + 24) * (point.num_drafts + 1)
+    growth = (num_steps + _fill_steps(point) + 24) * (point.num_drafts + 1)
     max_len = max(shapes.max_model_len, -(-(point.context + growth) // BLOCK_SIZE) * BLOCK_SIZE)
     token_bytes = kv_elements(shapes.models[model]) * itemsize
     blocks = point.batch * -(-(point.context + growth) // BLOCK_SIZE) + 16
@@ -187,9 +197,11 @@ def _measure(
     if shapes.max_model_len > target.model.max_position_embeddings:
         raise ConfigError(f"a context of {point.context} exceeds the model's")
     load = make_load(case, shapes, target, point.context)
+    meanwhile = _fill_steps(point) * (point.num_drafts + 1)
+    load = dataclasses.replace(load, max_tokens=load.max_tokens + meanwhile)
     before = _allocated(store.device)
-    tokens = min(_CHUNK_TOKENS, max(2048, point.batch * point.context))
-    options = {"max_num_batched_tokens": max(tokens, point.batch * (point.num_drafts + 1))}
+    tokens = max(_chunk_tokens(point), point.batch * (point.num_drafts + 1))
+    options = {"max_num_batched_tokens": tokens}
     text = text_of(point.drafter, target.model)
     with text, running(case, shapes, target, drafter, **options) as engine:
         after = _allocated(store.device)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton import knobs
 
-from experiments import bench, bench_e2e, e2e_run
+from experiments import bench, bench_e2e, e2e_run, e2e_scale
 from experiments.bench_e2e import E2EBenchConfig, read_record, run_e2e_bench
 from experiments.e2e_cases import SHAPE_SETS, Case
 from experiments.e2e_floors import (
@@ -128,6 +128,20 @@ def test_a_dry_run_shows_the_cost_of_scale_beside_a_law(dry_run: Any) -> None:
         assert row["bytes"] is None  # a CPU does not count them
         assert row["expected_bytes"] > 0
         assert row["fit"].endswith("+ law")
+
+
+def test_requests_whose_neighbours_are_long_in_coming_live_until_they_are_timed(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two texts of 64 tokens in chunks of 4: the first decodes 16 tokens before the second does.
+    monkeypatch.setattr(e2e_scale, "_chunk_tokens", lambda point: 4)
+    monkeypatch.setattr(e2e_scale, "list_points", lambda shapes: list_points(shapes)[-1:])
+    rows: list[dict[str, Any]] = []
+    ceilings = {"read_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
+    e2e_scale.run_scale(store, ["135m"], ceilings, rows, lambda seconds: None)
+    (row,) = rows
+    assert (row["axis"], row["context"], row["batch"]) == ("context", 64, 2)
+    assert row["status"] == "measured", row.get("reason")
 
 
 def test_a_forward_reads_the_cache_that_it_is_given(store: ModelStore) -> None:
