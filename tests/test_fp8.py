@@ -44,6 +44,18 @@ def test_rows_are_rounded_to_within_half_a_step() -> None:
     torch.testing.assert_close(largest, weight.abs().amax(1))
 
 
+def test_a_weight_that_is_no_number_stays_one_that_shows() -> None:
+    weight = torch.randn(3, 8)
+    weight[1, 2] = float("nan")
+    values, scales = quantize_rows(weight)
+    assert dequantize_rows(values, scales, torch.float32).isnan().any(1).tolist() == [
+        False,
+        True,
+        False,
+    ]
+    assert scales.isnan().tolist() == [False, True, False]  # and so is every output of the row
+
+
 def test_a_layer_computes_with_its_rounded_weight() -> None:
     bias = torch.randn(24)
     layer = StreamedLinear(torch.randn(24, 32), bias)
@@ -148,7 +160,7 @@ def test_an_unfused_model_is_refused() -> None:
 def test_the_kernel_is_taken_for_more_tokens_than_with_wide_weights() -> None:
     shape = LinearShape(4096, 4096)
     taken = [limit for limit in TOKEN_LIMITS if rule(shape, limit, 1) is not None]
-    assert taken == [16, 32, 64, 160]
+    assert taken == [16, 32, 64, 160, 320]
     assert [limit for limit in TOKEN_LIMITS if rule(shape, limit) is not None] == [16, 32, 64]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.models.fp8 import dequantize_rows, quantize_rows
+from runner.models.fp8 import FP8, dequantize_rows, dequantize_rows_ref, quantize_rows
 from runner.models.glu import silu_mul, silu_mul_ref
 from runner.models.linear import (
     glu_linear,
@@ -134,6 +134,21 @@ def test_linears_over_eight_bit_weights(
         scales *= 0.2
         gated = glu_linear(x, values, launch, scales)
         assert_close(gated, glu_linear_ref(x, values, launch, scales), dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("columns", [1, 999, 2048, 4100])
+def test_dequantize_rows(device: torch.device, dtype: torch.dtype, columns: int) -> None:
+    # All numbers of the format over rows of very different sizes. The interpreter cuts off what
+    # does not fit bfloat16, and reads the format's NaN as a number.
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
+    numbers = numbers[~numbers.float().isnan()].view(torch.uint8)
+    values = numbers.repeat(7 * columns)[: 7 * columns].view(FP8).reshape(7, columns).to(device)
+    scales = torch.logspace(-3, 2, 7).to(device)
+    given = dequantize_rows(values, scales, dtype)
+    expected = dequantize_rows_ref(values.cpu(), scales.cpu(), dtype)
+    rtol = 2.0**-7 if dtype == BF16 and device.type == "cpu" else 0
+    torch.testing.assert_close(given.cpu(), expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

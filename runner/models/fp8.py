@@ -8,12 +8,21 @@ by the scales behind the sum.
 Source: Micikevicius et al. 2022 (FP8 formats).
 """
 
+# A launch gives plain integers to parameters annotated tl.constexpr.
+# pyright: reportArgumentType=false
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from runner.dispatch import use_triton
+
+_BLOCK = 2048
+_OLDEST = (8, 9)  # compute capability that Triton compiles these numbers for
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
 # Tokenized where there is a tokenizer, to say what the rounding does to a text.
@@ -61,14 +70,53 @@ def quantize_rows(
     largest = weight.abs().amax(1).float()
     if of_ranks is not None:
         largest = of_ranks(largest)
-    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    scales = torch.where(largest == 0, 1.0, largest / _LARGEST)  # of a row with NaN: NaN
     values = (weight.float() / scales[:, None]).clamp(-_LARGEST, _LARGEST).to(FP8)
     return values, scales
 
 
+@triton.jit
+def _dequantize_rows_kernel(
+    weight_ptr,  # [N, K], out
+    values_ptr,  # [N, K] float8_e4m3fn
+    scales_ptr,  # [N] float32
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = k < K
+    values = tl.load(values_ptr + row * K + k, mask=mask)
+    weight = values.to(tl.float16).to(tl.float32) * tl.load(scales_ptr + row)
+    tl.store(weight_ptr + row * K + k, weight.to(weight_ptr.dtype.element_ty), mask=mask)
+
+
 def dequantize_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight [N, K] of its rounded values [N, K] and scales [N]."""
+    """Return a weight [N, K] of its rounded values.
+
+    Args:
+        values: [N, K] float8_e4m3fn, contiguous.
+        scales: [N] float32.
+        dtype: of the weight.
+    """
+    if not use_triton(values) or not _compiles(values):
+        return dequantize_rows_ref(values, scales, dtype)
+    assert values.is_contiguous(), f"strides {values.stride()}"
+    num_rows, columns = values.shape
+    weight = torch.empty(values.shape, dtype=dtype, device=values.device)
+    grid = (num_rows, triton.cdiv(columns, _BLOCK))
+    _dequantize_rows_kernel[grid](weight, values, scales, K=columns, BLOCK=_BLOCK)
+    return weight
+
+
+def dequantize_rows_ref(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Torch twin of `dequantize_rows`."""
     return (values.to(torch.float32) * scales[:, None]).to(dtype)
+
+
+def _compiles(values: Tensor) -> bool:
+    """Return whether the kernel can be built for where a tensor lies."""
+    return not values.is_cuda or torch.cuda.get_device_capability(values.device) >= _OLDEST
 
 
 def compare_logits(before: Tensor, after: Tensor) -> WeightEffect:

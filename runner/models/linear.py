@@ -59,6 +59,15 @@ def _load_w(w_ptr, n, n_end, k, k_end, K: tl.constexpr, EVEN_N: tl.constexpr, EV
 
 
 @triton.jit
+def _widen(w, DTYPE: tl.constexpr):
+    """Turn 8-bit weights into the dtype of the input, which holds all their numbers.
+
+    By way of float32: the instruction from float16 to bfloat16 runs at a quarter of the rate.
+    """
+    return w.to(tl.float16).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
 def _store(out_ptr, acc, n, n_end, t, num_tokens, line, N: tl.constexpr):
     """Store acc [rows of the weight, tokens] as [tokens, rows] from `line` on."""
     offsets = (line + t).to(tl.int64)[None, :] * N + n[:, None]
@@ -133,7 +142,7 @@ def _linear_kernel(
         if MORE_T:
             x2 = _load_x(x_ptr, x_stride, t2, num_tokens, k, k_end, EVEN_K)
         if SCALED:
-            w = w.to(x.dtype)
+            w = _widen(w, x.dtype)
         if UPCAST:
             w = w.to(tl.float32)
             x = x.to(tl.float32)
@@ -141,7 +150,7 @@ def _linear_kernel(
         if GLU:
             w_up = _load_w(w_ptr + N * K, n, N, k, k_end, K, EVEN_N, EVEN_K)
             if SCALED:
-                w_up = w_up.to(x.dtype)
+                w_up = _widen(w_up, x.dtype)
             if UPCAST:
                 w_up = w_up.to(tl.float32)
             up = tl.dot(w_up, tl.trans(x), up, input_precision="ieee")

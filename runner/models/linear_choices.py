@@ -176,7 +176,7 @@ def rule(shape: LinearShape, limit: int, weight_bytes: int = 2) -> LinearLaunch 
         weight_bytes: of an element of the weight; with 1 the library would have to widen it first,
             so that the kernel is taken for more tokens.
     """
-    most = 64 if weight_bytes == 2 else 160
+    most = 64 if weight_bytes == 2 else 320
     if limit > most or shape.columns % 8:
         return None
     block_t, more_t = (limit, 0) if limit <= 64 else (128, 32)
