@@ -10,6 +10,7 @@ For each line:
     host_us     what the host worked in a step
     split       target, verify, draft and inputs by events captured in the graph of another engine,
                 whose own step_ms stands beside them
+    state       clock, power and limits of the device meanwhile (`experiments.device_state`)
     floor_ms    bytes that no step can do without (`experiments.e2e_floors`) over the read rate
     peer_ms, aim_ms   see `experiments.e2e_cases`
 
@@ -36,6 +37,7 @@ from typing import Any
 
 import torch
 
+from experiments.device_state import DeviceWatch
 from experiments.e2e_cases import (
     FORWARD_AIM,
     FORWARD_PEER,
@@ -177,7 +179,7 @@ class E2EBench:
 
     def run(self) -> dict[str, Any]:
         """Run everything that the time allows; returns the record."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), DeviceWatch(self.device) as watch:
             torch.manual_seed(0)
             self.record["ceilings"] = measure_ceilings(self.device, self.store.dtype)
             collect(self.device)
@@ -197,6 +199,9 @@ class E2EBench:
                 models, ceilings = self.config.scale_models, self.record["ceilings"]
                 rows = self.record["scale"]
                 run_scale(self.store, models, ceilings, rows, self._why_late)
+            watch.stop()
+            for line in (*lines, *self.record["forwards"]):
+                line["state"] = watch.between(*line.pop("timed_between", (0.0, 0.0)))
         self.record["complete"] = True
         self._keep()
         return self.record
@@ -259,7 +264,9 @@ class E2EBench:
             text_of(case.drafter, target.model),
             running(case, self.shapes, target, drafter) as engine,
         ):
+            began = time.time()
             found = measure(engine, load, repeats)
+            found["timed_between"] = (began, time.time())
             found["steps_in_flight"] = engine.max_steps_in_flight
         wanted, committed = case.tokens_per_step, found["tokens_per_step"]
         if wanted is not None and abs(committed - wanted) > 1e-6:
@@ -332,6 +339,7 @@ class E2EBench:
         num_reqs, query_len = line["num_reqs"], line["query_len"]
         shapes, model = self.shapes, self.store.target("8b").model
         context = shapes.prompt_len + shapes.output_len // 2
+        began = time.time()
         times = time_forward(model, num_reqs, query_len, context, shapes.max_model_len)
         ms = times[len(times) // 2]
         num_bytes = model_elements(shapes.models["8b"]) * self.store.dtype.itemsize
@@ -341,6 +349,7 @@ class E2EBench:
             "ms": ms,
             "ms_min": times[0],
             "ms_max": times[-1],
+            "timed_between": (began, time.time()),
             "context": context,
             "floor_ms": floor,
             "over_floor": ms / floor,

@@ -21,6 +21,7 @@ FORWARD_HEADERS = (
     "aim",
     "met",
 )
+STATE_HEADERS = ("case", "MHz", "least", "most", "W", "limited by, of the time")
 SCALE_HEADERS = (
     *("axis", "value", "model", "drafter", "ms", "expected ms", "MB", "expected MB", "graph MB"),
     "fit",
@@ -91,6 +92,23 @@ def forward_rows(record: Mapping[str, Any]) -> Rows:
     ]
 
 
+def state_rows(record: Mapping[str, Any]) -> Rows:
+    """Return what the device did while the lines and forwards were timed, where that is known."""
+    found = []
+    for line in _measured([*record["lines"], *record["forwards"]]):
+        if state := line.get("state"):
+            limits = [f"{name} {share:.0%}" for name, share in state["limited_by"].items()]
+            found.append(
+                [
+                    line["name"],
+                    *(f"{state[name]:.0f}" for name in ("sm_mhz", "sm_mhz_min", "sm_mhz_max")),
+                    f"{state['watts']:.0f}",
+                    ", ".join(limits) or "-",
+                ]
+            )
+    return found
+
+
 def scale_rows(record: Mapping[str, Any]) -> Rows:
     """Return the cost of scale."""
     found = []
@@ -137,6 +155,7 @@ def sections(record: Mapping[str, Any]) -> list[tuple[str, Sequence[str], Rows]]
             split_rows(record),
         ),
         ("target forward alone, head included", FORWARD_HEADERS, forward_rows(record)),
+        ("the device meanwhile", STATE_HEADERS, state_rows(record)),
         ("cost of scale, beside the law that is expected", SCALE_HEADERS, scale_rows(record)),
     ]
     return [section for section in found if section[2]]

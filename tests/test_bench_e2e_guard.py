@@ -166,8 +166,11 @@ def test_the_command_line_compares_and_ends_with_1_where_a_line_is_slower(
 def test_tables_show_figures_and_what_was_left_out() -> None:
     record = made_record()
     record["lines"][1] = {"name": "8b eagle3 batch 8", "status": "failed", "reason": "no luck"}
+    state = {"sm_mhz": 1500, "sm_mhz_min": 1410, "sm_mhz_max": 1980, "watts": 699.6}
+    record["lines"][0]["state"] = state | {"limited_by": {"power": 0.75}}
     text = record_text(record)
     lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "8b eagle3 batch 1 1500 1410 1980 700 power 75%" in lines
     figures = "5.050 5.025..5.075 4.950 0.100 594 3.00 210 1.5 4.000 1.26 6.000 0.84 5.4 yes"
     assert f"8b eagle3 batch 1 {figures}" in lines
     assert any(line.startswith("8b eagle3 batch 32 6.600") and "NO" in line for line in lines)
