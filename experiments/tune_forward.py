@@ -5,8 +5,8 @@
 
 A layer that is timed alone (`experiments.tune_linears`) has other neighbours than in a model: how
 soon they let it begin, and what they left in the L2 cache, moves the best launch of a small layer.
-This starts from the choices there are and goes through the layers of a model. For each it tries the
-launches that are fastest alone in a CUDA graph of the whole pass, and keeps what makes it shorter.
+This starts from the choices there are and goes through the layers of a model. For each it tries
+launches in a CUDA graph of the whole pass, then variants of the best, and keeps what shortens it.
 
 A choice belongs to a shape: models that share a shape share the choice, the last one measured wins.
 Needs torch, triton, transformers and numpy. Without `--out` the file goes to `linears/` of the
@@ -16,6 +16,7 @@ cache folder; either way it holds all choices that there were before.
 import argparse
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from experiments.e2e_cases import SHAPE_SETS
 from experiments.e2e_models import random_model
@@ -32,9 +34,7 @@ from experiments.provenance import collect_provenance, shown_command
 from experiments.tune_linears import (
     SHIPPED_MODELS,
     Compilers,
-    LayerTimer,
     candidates,
-    measured_tokens,
     merge_records,
     model_shape,
     read_earlier,
@@ -61,12 +61,12 @@ from specdec.errors import ConfigError, SpecdecError
 # Requests and tokens of each of the pass that stands for a range.
 FORWARDS = {16: (1, 5), 32: (32, 1), 64: (8, 5), 160: (32, 5), 320: (64, 5)}
 CONTEXT, BOUND = 256, 512  # tokens of a request, and what the host knows of them
-_SHORTLIST = 4  # launches that are tried in the pass
+_SHORTLIST = 3  # launches of which variants are tried
 _LEAST_GAIN = 0.002  # of the pass: less is noise
 _PREFETCH = (0, 256)
 
 Forward = Callable[[], float]
-# By upper end of the tokens and layer.
+# Launches by upper end of the tokens and layer.
 Options = dict[tuple[int, LinearShape], list[LinearLaunch]]
 
 
@@ -85,42 +85,38 @@ def variants(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch]:
     return [one for one in with_prefetch(launch, shape) if one.prefetch in _PREFETCH]
 
 
-def choose_in_pass(
-    shape: LinearShape,
+def time_options(
     present: LinearLaunch | None,
     options: Iterable[LinearLaunch | None],
     place: Callable[[LinearLaunch | None], None],
     forward: Forward,
-) -> Found:
-    """Choose the launch of one layer, and leave it in place.
+) -> dict[LinearLaunch | None, float]:
+    """Return ms of the pass by the launch of one layer; the present one is in place at the end.
 
     Args:
-        shape: of the layer.
-        present: its launch so far.
+        present: its launch so far, which is timed, too.
         options: launches to try; None is the library.
         place: makes a launch that of the layer.
         forward: returns ms of the pass as it is placed.
     """
-    before = best_ms = forward()
-    best = present
-    for option in dict.fromkeys(options):
-        if option == present:
-            continue
-        place(option)
-        ms = forward()
-        if ms < best_ms - _LEAST_GAIN * before:
-            best, best_ms = option, ms
-    place(best)
-    return Found(shape, best, before, best_ms)
+    timed = {present: forward()}
+    for option in options:
+        if option not in timed:
+            place(option)
+            try:
+                timed[option] = forward()
+            except OutOfResources:  # more of a multiprocessor than there is
+                timed[option] = math.inf
+    place(present)
+    return timed
 
 
-def shortlist(
-    shape: LinearShape, limit: int, launches: Sequence[LinearLaunch], dtype: torch.dtype
-) -> list[LinearLaunch]:
-    """Return the launches that are fastest alone, on the current GPU."""
-    timer = LayerTimer(shape, measured_tokens(limit), dtype, torch.device("cuda"))
-    timed = {one: timer.time_us(one) for one in launches if timer.error(one) < 2e-2}
-    return sorted(timed, key=lambda one: timed[one])[:_SHORTLIST]
+def fastest(
+    timed: dict[LinearLaunch | None, float], present: LinearLaunch | None
+) -> LinearLaunch | None:
+    """Return the launch of the shortest pass; the present one where the gain may be noise."""
+    best = min(timed, key=lambda launch: timed[launch])
+    return best if timed[best] < (1 - _LEAST_GAIN) * timed[present] else present
 
 
 class ForwardTuner:
@@ -147,42 +143,46 @@ class ForwardTuner:
 
     def tune(self, limits: Sequence[int]) -> list[tuple[int, Found]]:
         """Choose for ranges of tokens."""
-        dtype = self.model.dtype
         layers = list(itertools.product(limits, self.shapes))
-        built = self._build({(n, shape): list(candidates(shape, n)) for n, shape in layers})
-        options: Options = {}
-        for (limit, shape), launches in built.items():
-            fastest = shortlist(shape, limit, launches, dtype)
-            options[limit, shape] = [other for one in fastest for other in variants(one, shape)]
-            torch.cuda.empty_cache()
-        options = self._build(options)
+        wanted = {(limit, shape): list(candidates(shape, limit)) for limit, shape in layers}
+        built = self._build(wanted)
         found = []
         for limit, shape in layers:
             if not self._may_begin():
                 print(f"{shape} up to {limit} tokens: no time left, its choice stays")
                 continue
-            found.append((limit, self._choose(limit, shape, options[limit, shape])))
+            found.append((limit, self._choose(limit, shape, built[limit, shape])))
             print(f"up to {limit} tokens: {found[-1][1]}", flush=True)
         return found
 
-    def _build(self, options: Options) -> Options:
+    def _build(self, wanted: Options) -> Options:
         """Compile launches; returns those that could be built."""
-        pairs = [(shape, one) for (_, shape), launches in options.items() for one in launches]
+        pairs = [(shape, one) for (_, shape), launches in wanted.items() for one in launches]
         failed = self._compilers.compile(list(dict.fromkeys(pairs)), self.model.dtype)
         return {
             (limit, shape): [one for one in launches if (shape, one) not in failed]
-            for (limit, shape), launches in options.items()
+            for (limit, shape), launches in wanted.items()
         }
 
     def _choose(self, limit: int, shape: LinearShape, launches: Sequence[LinearLaunch]) -> Found:
-        by_rule, name, dtype = rule(shape, limit), self._device_name, self.model.dtype
-        return choose_in_pass(
-            shape,
-            self._choices.get((shape, limit), by_rule),
-            [None, by_rule, *launches],
-            lambda launch: replace_choice(name, dtype, shape, limit, launch),
-            lambda: self._forward_ms(limit),
-        )
+        """Choose for one layer: first among launches, then among variants of the fastest."""
+        name, dtype, by_rule = self._device_name, self.model.dtype, rule(shape, limit)
+
+        def place(launch: LinearLaunch | None) -> None:
+            replace_choice(name, dtype, shape, limit, launch)
+
+        def forward() -> float:
+            return self._forward_ms(limit)
+
+        present = self._choices.get((shape, limit), by_rule)
+        timed = time_options(present, [None, by_rule, *launches], place, forward)
+        ranked = [one for one in sorted(timed, key=lambda one: timed[one]) if one is not None]
+        others = [one for best in ranked[:_SHORTLIST] for one in variants(best, shape)]
+        others = self._build({(limit, shape): others})[limit, shape]
+        timed |= time_options(present, others, place, forward)
+        best = fastest(timed, present)
+        place(best)
+        return Found(shape, best, timed[present], timed[best])
 
     def _forward_ms(self, limit: int) -> float:
         num_reqs, query_len = FORWARDS[limit]

@@ -165,11 +165,6 @@ def merge_records(record: dict[str, Any], earlier: dict[str, Any] | None) -> dic
     return record | {"choices": [*record["choices"], *kept], "earlier": before}
 
 
-def measured_tokens(limit: int) -> int:
-    """Return how many tokens stand for a range."""
-    return _MEASURED_AT[limit]
-
-
 def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     """Give launches worth trying, before what they prefetch is chosen."""
     yield from _streamed(shape, limit)

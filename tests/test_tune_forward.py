@@ -5,14 +5,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from triton.runtime.errors import OutOfResources
 
 from experiments import tune_forward
 from experiments.tune_forward import (
     FORWARDS,
     Found,
-    choose_in_pass,
+    fastest,
     known_choices,
     new_lines,
+    time_options,
     variants,
 )
 from runner.models.linear_choices import SHIPPED, TOKEN_LIMITS, LinearShape, read_choices
@@ -35,29 +37,38 @@ class Pass:
         self.timed.append(self.placed)
         return self.ms[self.placed]
 
-    def choose(self, *options: LinearLaunch | None) -> Found:
-        return choose_in_pass(SHAPE, PRESENT, options, self.place, self.forward)
+    def time(self, *options: LinearLaunch | None) -> dict[LinearLaunch | None, float]:
+        return time_options(PRESENT, options, self.place, self.forward)
 
 
-def test_the_fastest_is_kept_and_left_in_place() -> None:
+def test_each_option_is_timed_once_and_the_present_one_is_in_place_again() -> None:
     whole = Pass({PRESENT: 1.0, SLOW: 1.2, FAST: 0.8, None: 0.9})
-    found = whole.choose(SLOW, FAST, None)
-    assert found == Found(SHAPE, FAST, 1.0, 0.8)
-    assert whole.placed == FAST
+    timed = whole.time(SLOW, FAST, PRESENT, FAST, None)
+    assert timed == {PRESENT: 1.0, SLOW: 1.2, FAST: 0.8, None: 0.9}
     assert whole.timed == [PRESENT, SLOW, FAST, None]
+    assert whole.placed == PRESENT
 
 
-def test_the_library_can_win() -> None:
-    whole = Pass({PRESENT: 1.0, FAST: 0.9, None: 0.5})
-    assert whole.choose(FAST, None).launch is None
-    assert whole.placed is None
+def test_a_launch_that_asks_for_too_much_is_out() -> None:
+    whole = Pass({PRESENT: 1.0, FAST: 0.8})
+
+    def forward() -> float:
+        if whole.placed == FAST:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return whole.forward()
+
+    timed = time_options(PRESENT, [FAST], whole.place, forward)
+    assert fastest(timed, PRESENT) == PRESENT
+    assert whole.placed == PRESENT
+
+
+def test_the_launch_of_the_shortest_pass_is_taken() -> None:
+    assert fastest({PRESENT: 1.0, SLOW: 1.2, FAST: 0.8, None: 0.9}, PRESENT) == FAST
+    assert fastest({PRESENT: 1.0, FAST: 0.9, None: 0.5}, PRESENT) is None
 
 
 def test_noise_changes_nothing() -> None:
-    whole = Pass({PRESENT: 1.0, FAST: 0.999})
-    assert whole.choose(FAST, PRESENT, FAST) == Found(SHAPE, PRESENT, 1.0, 1.0)
-    assert whole.placed == PRESENT
-    assert whole.timed == [PRESENT, FAST]  # each option once
+    assert fastest({PRESENT: 1.0, FAST: 0.999}, PRESENT) == PRESENT
 
 
 def test_variants_of_a_launch() -> None:
