@@ -2,6 +2,7 @@
 
     python -m experiments.tune_forward --models smollm2-135m --limits 16,32,64
     python -m experiments.tune_forward --target my/model
+    python -m experiments.tune_forward --models llama-8b --weight-dtype fp8
 
 A layer that is timed alone (`experiments.tune_linears`) has other neighbours than in a model: how
 soon they let it begin, and what they left in the L2 cache, moves the best launch of a small layer.
@@ -34,6 +35,7 @@ from experiments.provenance import collect_provenance, shown_command
 from experiments.tune_linears import (
     SHIPPED_MODELS,
     Compilers,
+    ModelShape,
     candidates,
     merge_records,
     model_shape,
@@ -48,13 +50,13 @@ from runner.loader import load_target, resolve_device, resolve_dtype
 from runner.models.hf import HFModel
 from runner.models.linear_choices import (
     SHIPPED,
-    LinearShape,
     file_name,
     load_choices,
     replace_choice,
     rule,
+    shape_of,
 )
-from runner.models.linear_launch import LinearLaunch
+from runner.models.linear_launch import LinearLaunch, LinearShape
 from runner.weights import cache_dir
 from specdec.errors import ConfigError, SpecdecError
 
@@ -199,12 +201,15 @@ def new_lines(found: Iterable[tuple[int, Found]], earlier: dict[str, Any]) -> li
     """
     lines = []
     for limit, one in found:
-        key = {**asdict(one.shape), "max_tokens": limit}
-        known = [line for line in earlier.get("choices", ()) if key.items() <= line.items()]
+        known = [
+            line
+            for line in earlier.get("choices", ())
+            if (shape_of(line), line["max_tokens"]) == (one.shape, limit)
+        ]
         num_reqs, query_len = FORWARDS[limit]
         lines.append(
             {
-                **(known[0] if known else key),
+                **(known[0] if known else {**asdict(one.shape), "max_tokens": limit}),
                 "launch": None if one.launch is None else asdict(one.launch),
                 "forward": {
                     "num_reqs": num_reqs,
@@ -223,17 +228,30 @@ def known_choices(own: Path) -> dict[str, Any] | None:
     return shipped if mine is None else merge_records(mine, shipped)
 
 
-def build_model(name: str, is_target: bool, dtype: torch.dtype, device: torch.device) -> HFModel:
+def build_model(
+    name: str, is_target: bool, dtype: torch.dtype, device: torch.device, weight_dtype: str
+) -> HFModel:
     """Load a target by name, or build a shipped shape with random weights."""
     if is_target:
-        return load_target(name, dtype, device).model
+        return load_target(name, dtype, device, weight_dtype=weight_dtype).model
     full = SHAPE_SETS["full"]
     shapes = {
         "llama-8b": full.models["8b"],
         "llama-1b": full.draft_model,
         "smollm2-135m": full.models["135m"],
     }
-    return random_model(shapes[name], 0, dtype, device)
+    model = random_model(shapes[name], 0, dtype, device)
+    if weight_dtype == "fp8":
+        model.quantize(torch.arange(128))
+    return model
+
+
+def layers_of(shape: ModelShape, weight_dtype: str) -> list[LinearShape]:
+    """Return the layers of a target; with 8-bit weights those that have them: not the head."""
+    layers = replace(shape, draft_vocab=0).shapes()
+    if weight_dtype != "fp8":
+        return layers
+    return [replace(layer, eight_bit=True) for layer in layers if layer.rows != shape.vocab]
 
 
 def tune_models(
@@ -244,9 +262,10 @@ def tune_models(
     deadline = time.monotonic() + 60 * arguments.max_minutes
     found = []
     for name in wanted_models(arguments.models, arguments.target):
-        shape = replace(model_shape(name) if is_target else SHIPPED_MODELS[name], draft_vocab=0)
-        model = build_model(name, is_target, dtype, device)
-        tuner = ForwardTuner(model, shape.shapes(), compilers, lambda: time.monotonic() < deadline)
+        shape = model_shape(name) if is_target else SHIPPED_MODELS[name]
+        layers = layers_of(shape, arguments.weight_dtype)
+        model = build_model(name, is_target, dtype, device, arguments.weight_dtype)
+        tuner = ForwardTuner(model, layers, compilers, lambda: time.monotonic() < deadline)
         with settled():
             found += tuner.tune(wanted_limits(arguments.limits))
         del model, tuner
@@ -263,6 +282,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(SHIPPED_MODELS), help="of the shipped ones")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weight-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--processes", type=int, default=8, help="that compile")
     parser.add_argument("--max-minutes", type=float, default=30.0, help="layers begun later stay")
     arguments = parser.parse_args()

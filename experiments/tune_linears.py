@@ -34,8 +34,8 @@ from runner.dispatch import on_device
 from runner.loader import locate, resolve_device, resolve_dtype
 from runner.models.glu import silu_mul
 from runner.models.linear import compile_linear, glu_linear, split_linear
-from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, file_name, read_choices
-from runner.models.linear_launch import LinearLaunch
+from runner.models.linear_choices import TOKEN_LIMITS, file_name, read_choices, shape_of
+from runner.models.linear_launch import LinearLaunch, LinearShape
 from runner.models.norm import add_rms_norm
 from runner.weights import cache_dir
 from specdec.errors import ConfigError, SpecdecError
@@ -157,7 +157,7 @@ def merge_records(record: dict[str, Any], earlier: dict[str, Any] | None) -> dic
         return record
 
     def key(line: dict[str, Any]) -> tuple[Any, ...]:
-        return line["rows"], line["columns"], line["glu"], line["max_tokens"]
+        return shape_of(line), line["max_tokens"]
 
     measured = {key(line) for line in record["choices"]}
     kept = [line for line in earlier["choices"] if key(line) not in measured]
@@ -169,7 +169,7 @@ def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     """Give launches worth trying, before what they prefetch is chosen."""
     yield from _streamed(shape, limit)
     # Not for fewer tokens: there memory is the bound, and streaming asks for it ahead.
-    if limit >= 64 and shape.columns % 8 == shape.rows % 8 == 0:
+    if limit >= 64 and not shape.eight_bit and shape.columns % 8 == shape.rows % 8 == 0:
         yield from _tiled(shape, limit)
 
 
@@ -196,7 +196,9 @@ def _tiled(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
 def _streamed(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     """Give launches that stream the weight."""
     block_t, more_t = {160: (128, 32), 320: (256, 64)}.get(limit, (limit, 0))
-    if shape.glu and limit > 160:
+    if limit > 160 and shape.eight_bit:
+        block_t, more_t = 128, 32
+    elif limit > 160 and shape.glu:
         return
     rows = (16, 32, 64) if shape.rows < 2048 else (32, 64, 128) if limit <= 64 else (64, 128)
     for block_n, block_k, splits in itertools.product(rows, (64, 128, 256), (1, 2, 3, 4, 8)):
@@ -207,7 +209,8 @@ def _streamed(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
         if programs < (90 if limit <= 160 else 60) and shape.rows * shape.columns > 2**20:
             continue
         weights = block_n * block_k * (2 if shape.glu else 1)
-        stage = 2 * (weights + (block_t + more_t) * block_k)
+        width = 1 if shape.eight_bit else 2
+        stage = width * weights + 2 * (block_t + more_t) * block_k
         num_stages = min(6, -(-steps // splits) + 1, _SHARED_BYTES // 2 // stage)
         if num_stages < 3 and limit > 64:
             num_stages = min(4, _SHARED_BYTES // stage)
@@ -341,7 +344,7 @@ def _compile_some(
     failed = []
     for shape, launch in job[0]:
         try:
-            compile_linear(shape.rows, shape.columns, shape.glu, launch, job[1])
+            compile_linear(shape, launch, job[1])
         except Exception:  # whatever the compiler raises, the launch is out
             failed.append((shape, launch))
     return failed

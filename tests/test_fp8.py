@@ -10,11 +10,12 @@ import torch
 from experiments.training.frozen_target import FrozenTarget
 from runner.dispatch import on_device
 from runner.loader import LoadedTarget
-from runner.models import hf
+from runner.models import hf, layers
 from runner.models.fp8 import FP8, compare_logits, dequantize_rows, quantize_rows
 from runner.models.hf import HFModel
 from runner.models.layers import PackedRows, StreamedLinear
-from runner.models.linear_choices import TOKEN_LIMITS, LinearShape, rule
+from runner.models.linear_choices import TOKEN_LIMITS, rule
+from runner.models.linear_launch import LinearShape
 from specdec import LLM, SamplingParams
 from specdec.errors import ConfigError, UnsupportedError
 from tests.current_device import record_devices
@@ -158,10 +159,27 @@ def test_an_unfused_model_is_refused() -> None:
 
 
 def test_the_kernel_is_taken_for_more_tokens_than_with_wide_weights() -> None:
-    shape = LinearShape(4096, 4096)
-    taken = [limit for limit in TOKEN_LIMITS if rule(shape, limit, 1) is not None]
+    wide, narrow = LinearShape(4096, 4096), LinearShape(4096, 4096, eight_bit=True)
+    taken = [limit for limit in TOKEN_LIMITS if rule(narrow, limit) is not None]
     assert taken == [16, 32, 64, 160, 320]
-    assert [limit for limit in TOKEN_LIMITS if rule(shape, limit) is not None] == [16, 32, 64]
+    assert [limit for limit in TOKEN_LIMITS if rule(wide, limit) is not None] == [16, 32, 64]
+
+
+def test_a_layer_asks_for_the_launch_of_the_weight_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[LinearShape] = []
+    monkeypatch.setattr(layers, "choose_linear", lambda shape, *_: asked.append(shape))
+    layer, x = StreamedLinear(torch.randn(24, 32)), torch.randn(5, 32)
+    layer.parts(x)
+    layer.quantize()
+    layer.parts(x)
+    layer.gated(x)
+    assert asked == [
+        LinearShape(24, 32),
+        LinearShape(24, 32, eight_bit=True),
+        LinearShape(12, 32, glu=True, eight_bit=True),
+    ]
 
 
 def test_option_reaches_the_target_that_is_loaded_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How linear layers are launched: files that pin it, and the rule for shapes that none holds."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from runner.models import linear_choices
 from runner.models.linear_choices import (
     SHIPPED,
     TOKEN_LIMITS,
-    LinearShape,
     choices_digest,
     choose_linear,
     file_name,
@@ -32,7 +31,7 @@ from runner.models.linear_choices import (
     rule,
     token_limit,
 )
-from runner.models.linear_launch import LinearLaunch
+from runner.models.linear_launch import LinearLaunch, LinearShape
 from runner.weights import cache_dir
 from specdec.errors import ConfigError
 from tests.models import tiny_model
@@ -81,7 +80,7 @@ def test_every_shipped_file_is_read_and_says_where_it_comes_from() -> None:
 
 def test_shipped_choices_are_those_that_were_measured_best() -> None:
     # A change of this hash is a change of every text in bfloat16: it has to be meant.
-    assert choices_digest(load_choices(H200, BF16)) == "82be99b99b09"
+    assert choices_digest(load_choices(H200, BF16)) == "97c836d250a6"
 
 
 def test_a_record_of_a_gpu_says_which_choices_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,16 +134,20 @@ def test_ranges_of_tokens() -> None:
     ]
 
 
+@pytest.mark.parametrize("eight_bit", [False, True])
 @pytest.mark.parametrize("glu", [False, True])
 @pytest.mark.parametrize("rows", [48, 960, 4096, 128256])
 @pytest.mark.parametrize("columns", [64, 576, 4096, 14336])
-def test_the_rule_gives_launches_that_fit(rows: int, columns: int, glu: bool) -> None:
+def test_the_rule_gives_launches_that_fit(
+    rows: int, columns: int, glu: bool, eight_bit: bool
+) -> None:
     for limit in TOKEN_LIMITS:
-        launch = rule(LinearShape(rows, columns, glu), limit)
+        launch = rule(LinearShape(rows, columns, glu, eight_bit), limit)
         if launch is None:
             assert limit > 64
+            assert not eight_bit
             continue
-        assert launch.block_t == limit
+        assert launch.block_t + launch.more_t == min(limit, 160)
         assert not glu or launch.splits == 1
         assert stage_bytes(launch, glu) <= SHARED_BYTES
 
@@ -167,6 +170,26 @@ def test_candidates_fit_the_device_and_cover_every_shape() -> None:
                     assert stage_bytes(launch, shape.glu) <= SHARED_BYTES
                     assert all(one.prefetch % 16 == 0 for one in with_prefetch(launch, shape))
             assert list(candidates(shape, 16)), shape
+            narrow = replace(shape, eight_bit=True)
+            for limit in TOKEN_LIMITS:
+                assert all(not launch.tiled for launch in candidates(narrow, limit))
+            assert list(candidates(narrow, 320)), shape
+
+
+def test_a_weight_of_8_bits_has_choices_of_its_own() -> None:
+    wide, narrow = LinearLaunch(16, 32, 64), LinearLaunch(16, 64, 128, splits=2)
+    shape = LinearShape(4096, 4096)
+    lines = [
+        {**asdict(shape), "max_tokens": 16, "launch": asdict(wide)},
+        {**asdict(shape), "eight_bit": True, "max_tokens": 16, "launch": asdict(narrow)},
+    ]
+    path = cache_dir() / "linears" / file_name(H200, BF16)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"choices": lines}), encoding="utf-8")
+    choices = load_choices(H200, BF16)
+    assert choices[shape, 16] == wide
+    assert choices[replace(shape, eight_bit=True), 16] == narrow
+    assert len(merge_records({"choices": lines[1:]}, {"choices": lines[:1]})["choices"]) == 2
 
 
 def test_shapes_of_a_model_by_name(tmp_path: Path) -> None:

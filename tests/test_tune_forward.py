@@ -1,7 +1,7 @@
 """Launches chosen by the time of a whole pass: what is kept, and what the file then holds."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,14 @@ from experiments.tune_forward import (
     Found,
     fastest,
     known_choices,
+    layers_of,
     new_lines,
     time_options,
     variants,
 )
-from runner.models.linear_choices import SHIPPED, TOKEN_LIMITS, LinearShape, read_choices
-from runner.models.linear_launch import LinearLaunch
+from experiments.tune_linears import SHIPPED_MODELS
+from runner.models.linear_choices import SHIPPED, TOKEN_LIMITS, read_choices
+from runner.models.linear_launch import LinearLaunch, LinearShape
 
 SHAPE = LinearShape(576, 576)
 PRESENT, SLOW, FAST = (LinearLaunch(16, n, 64) for n in (16, 32, 64))
@@ -86,6 +88,14 @@ def test_each_range_has_a_pass_that_lies_in_it() -> None:
         FORWARDS.values(), (0, *TOKEN_LIMITS), TOKEN_LIMITS, strict=False
     ):
         assert least < num_reqs * query_len <= most
+
+
+def test_with_8_bit_weights_the_layers_that_have_them_are_tuned() -> None:
+    shape = SHIPPED_MODELS["llama-8b"]
+    wide, narrow = layers_of(shape, "auto"), layers_of(shape, "fp8")
+    assert LinearShape(128256, 4096) in wide
+    assert [replace(layer, eight_bit=False) for layer in narrow] == wide[:-1]
+    assert all(layer.eight_bit for layer in narrow)
 
 
 def test_a_line_keeps_what_was_measured_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from runner.models.fp8 import dequantize_rows, quantize_rows
 from runner.models.glu import silu_mul
 from runner.models.linear import glu_linear, split_linear, top1_linear
-from runner.models.linear_choices import LinearShape, choose_linear, choose_scaled
-from runner.models.linear_launch import LinearLaunch
+from runner.models.linear_choices import choose_linear
+from runner.models.linear_launch import LinearLaunch, LinearShape
 from runner.models.packed_linear import PackedLinear, can_pack
 from specdec.errors import UnsupportedError
 
@@ -56,11 +57,12 @@ class StreamedLinear:
     def quantize(self, of_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
         """Round the weight to 8 bits; the old one is let go. See `quantize_rows`."""
         self.weight, self.scales = quantize_rows(self.weight, of_ranks)
+        self._shape = replace(self._shape, eight_bit=True)
+        self._glu_shape = replace(self._glu_shape, eight_bit=True)
 
     def launch(self, x: Tensor, glu: bool = False) -> LinearLaunch | None:
         """Return how the layer is launched for x [T, K], None for the library."""
-        choose = choose_linear if self.scales is None else choose_scaled
-        return choose(self._glu_shape if glu else self._shape, len(x), x.dtype, x.device)
+        return choose_linear(self._glu_shape if glu else self._shape, len(x), x.dtype, x.device)
 
     def by_library(self, x: Tensor) -> Tensor:
         """Return the output [T, N] as the library computes it."""

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.dispatch import use_triton
-from runner.models.linear_launch import LinearLaunch
+from runner.models.fp8 import FP8
+from runner.models.linear_launch import LinearLaunch, LinearShape
 from runner.models.linear_tiled import launch_tiled
 from runner.pdl import launch_options, let_next_begin, wait_for_predecessor
 
@@ -374,29 +375,26 @@ def top1_linear_ref(
     return chosen if ids is None else ids[chosen]
 
 
-def compile_linear(
-    rows: int, columns: int, glu: bool, launch: LinearLaunch, dtype: torch.dtype
-) -> None:
+def compile_linear(shape: LinearShape, launch: LinearLaunch, dtype: torch.dtype) -> None:
     """Compile a launch for the current device into Triton's cache; its numbers mean nothing.
 
     Args:
-        rows: outputs, of the gate alone where `glu`.
-        columns: inputs.
-        glu: gate and up in one.
+        shape: of the layer.
         launch: how.
-        dtype: of weight and input.
+        dtype: of the input, and of a wide weight.
     """
     out_dtype = torch.float32 if launch.splits > 1 else dtype
     if launch.tiled:  # descriptors are made of tensors alone
-        weight = torch.empty((rows * (2 if glu else 1), columns), dtype=dtype, device="cuda")
-        x = torch.empty((launch.block_t, columns), dtype=dtype, device="cuda")
-        out = torch.empty((launch.splits, len(x), rows), dtype=out_dtype, device="cuda")
-        launch_tiled(out, x, weight, None, launch, glu)
+        weight = torch.empty((shape.weight_rows, shape.columns), dtype=dtype, device="cuda")
+        x = torch.empty((launch.block_t, shape.columns), dtype=dtype, device="cuda")
+        out = torch.empty((launch.splits, len(x), shape.rows), dtype=out_dtype, device="cuda")
+        launch_tiled(out, x, weight, None, launch, shape.glu)
         return
     like = torch.empty(0, dtype=dtype, device="cuda")
-    constants = _constants(rows, columns, launch, glu, like)
-    constants |= {"HAS_BIAS": False, "SCALED": False, "TOP": False}
-    kinds = (out_dtype, torch.int32, dtype, columns, dtype, dtype, dtype, launch.block_t)
+    constants = _constants(shape.rows, shape.columns, launch, shape.glu, like)
+    constants |= {"HAS_BIAS": False, "SCALED": shape.eight_bit, "TOP": False}
+    weight, scale = (FP8, torch.float32) if shape.eight_bit else (dtype, dtype)
+    kinds = (out_dtype, torch.int32, dtype, shape.columns, weight, dtype, scale, launch.block_t)
     _linear_kernel.warmup(*kinds, **constants, grid=(1, 1, 1))
 
 

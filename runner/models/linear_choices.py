@@ -10,13 +10,14 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from runner.models.linear_launch import LinearLaunch
+from runner.models.linear_launch import LinearLaunch, LinearShape
 from runner.weights import cache_dir
 from specdec.errors import ConfigError
 
@@ -30,21 +31,6 @@ _HALVES = (torch.bfloat16, torch.float16)
 _STAGED_BYTES = 110 * 2**10
 
 
-@dataclass(frozen=True)
-class LinearShape:
-    """A layer as its launch is chosen.
-
-    Args:
-        rows: outputs; of the gate alone where `glu`.
-        columns: inputs.
-        glu: gate and up in one, with the activation.
-    """
-
-    rows: int
-    columns: int
-    glu: bool = False
-
-
 # By shape and upper end of the tokens; None is the library.
 Choices = dict[tuple[LinearShape, int], LinearLaunch | None]
 
@@ -53,6 +39,12 @@ def file_name(device_name: str, dtype: torch.dtype) -> str:
     """Return the name of the file of a device's choices."""
     words = "".join(c if c.isalnum() else " " for c in device_name.lower()).split()
     return f"{'_'.join(words)}_{str(dtype).removeprefix('torch.')}.json"
+
+
+def shape_of(line: Mapping[str, Any]) -> LinearShape:
+    """Return the layer that a line of a file is about."""
+    eight_bit = line.get("eight_bit", False)
+    return LinearShape(line["rows"], line["columns"], line["glu"], eight_bit)
 
 
 def read_choices(path: Path) -> Choices:
@@ -64,7 +56,7 @@ def read_choices(path: Path) -> Choices:
     try:
         lines = json.loads(path.read_text(encoding="utf-8"))["choices"]
         return {
-            (LinearShape(line["rows"], line["columns"], line["glu"]), line["max_tokens"]): (
+            (shape_of(line), line["max_tokens"]): (
                 None if line["launch"] is None else LinearLaunch(**line["launch"])
             )
             for line in lines
@@ -126,10 +118,12 @@ def choose_linear(
 ) -> LinearLaunch | None:
     """Return how a layer is launched, or None where the library computes it.
 
+    For the library a weight of 8 bits is widened first.
+
     Args:
         shape: of the layer.
         num_tokens: T.
-        dtype: of weight and input.
+        dtype: of the input, and of a wide weight.
         device: where they lie.
     """
     limit = token_limit(num_tokens)
@@ -138,23 +132,6 @@ def choose_linear(
     if not _is_streaming_device(device.index):
         return None
     return _choose(shape, limit, dtype, torch.cuda.get_device_name(device))
-
-
-def choose_scaled(
-    shape: LinearShape, num_tokens: int, dtype: torch.dtype, device: torch.device
-) -> LinearLaunch | None:
-    """Return how a layer of 8-bit weights is launched; None: it is widened for the library.
-
-    Args:
-        shape: of the layer.
-        num_tokens: T.
-        dtype: of the input.
-        device: where it lies.
-    """
-    limit = token_limit(num_tokens)
-    if limit is None or device.type != "cuda" or dtype not in _HALVES:
-        return None
-    return rule(shape, limit, 1) if _is_streaming_device(device.index) else None
 
 
 @functools.cache
@@ -167,16 +144,15 @@ def _choose(
     return rule(shape, limit)
 
 
-def rule(shape: LinearShape, limit: int, weight_bytes: int = 2) -> LinearLaunch | None:
+def rule(shape: LinearShape, limit: int) -> LinearLaunch | None:
     """Return the launch of a shape that was never measured.
 
     Args:
         shape: of the layer.
         limit: tokens at most, one of `TOKEN_LIMITS`.
-        weight_bytes: of an element of the weight; with 1 the library would have to widen it first,
-            so that the kernel is taken for more tokens.
     """
-    most = 64 if weight_bytes == 2 else 320
+    # The library would have to widen a weight of 8 bits first.
+    most = 320 if shape.eight_bit else 64
     if limit > most or shape.columns % 8:
         return None
     block_t, more_t = (limit, 0) if limit <= 64 else (128, 32)
@@ -186,7 +162,7 @@ def rule(shape: LinearShape, limit: int, weight_bytes: int = 2) -> LinearLaunch 
     splits = 1
     while not shape.glu and programs * splits < 128 and steps >= 8 * splits:
         splits *= 2
-    weights = block_n * block_k * (2 if shape.glu else 1) * weight_bytes
+    weights = block_n * block_k * (2 if shape.glu else 1) * (1 if shape.eight_bit else 2)
     stage = weights + 2 * limit * block_k  # bytes
     num_stages = max(3, min(6, steps + 1, _STAGED_BYTES // stage))
     return LinearLaunch(block_t, block_n, block_k, splits, 4, num_stages, more_t=more_t)

@@ -1,6 +1,28 @@
-"""How the kernels of linear layers are launched."""
+"""What linear layer is launched, and how."""
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A layer as its launch is chosen.
+
+    Args:
+        rows: outputs; of the gate alone where `glu`.
+        columns: inputs.
+        glu: gate and up in one, with the activation.
+        eight_bit: the weight is one of `runner.models.fp8`.
+    """
+
+    rows: int
+    columns: int
+    glu: bool = False
+    eight_bit: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        """Return the rows of the weight."""
+        return self.rows * (2 if self.glu else 1)
 
 
 @dataclass(frozen=True)
