@@ -225,8 +225,11 @@ def with_prefetch(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch
     # Of a row, what the last split has: behind the last row there is no memory to ask for.
     steps = -(-shape.columns // launch.block_k)
     begin = (launch.splits - 1) * -(-steps // launch.splits) * launch.block_k
-    most = max(0, 2 * (shape.columns - begin)) // 16 * 16
-    amounts = [0] if launch.tiled else sorted({min(amount, most) for amount in _PREFETCH})
+    width = 1 if shape.eight_bit else 2
+    most = max(0, width * (shape.columns - begin)) // 16 * 16
+    amounts = sorted({min(amount, most) for amount in _PREFETCH})
+    if launch.tiled or width * shape.columns % 16:  # what is asked for begins at 16 bytes
+        amounts = [0]
     # Only a kernel that leaves room on every multiprocessor may let the next begin at once.
     small = shape.rows * shape.columns <= 2**22
     return [

@@ -205,6 +205,10 @@ def test_nothing_is_prefetched_from_behind_a_row() -> None:
     shape, launch = LinearShape(576, 576), LinearLaunch(16, 16, 64, splits=2)
     most = max(one.prefetch for one in with_prefetch(launch, shape))
     assert most == 2 * (576 - 5 * 64)
+    narrow = replace(shape, eight_bit=True)
+    assert max(one.prefetch for one in with_prefetch(launch, narrow)) == 576 - 5 * 64
+    odd = LinearShape(576, 584, eight_bit=True)  # every second row begins at 8 bytes
+    assert {one.prefetch for one in with_prefetch(launch, odd)} == {0}
 
 
 def test_a_second_model_leaves_the_choices_of_the_first() -> None:
