@@ -30,14 +30,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.device_state import DeviceWatch
+from experiments.device_state import DeviceWatch, Window
 from experiments.e2e_cases import (
     FORWARD_AIM,
     FORWARD_PEER,
@@ -150,6 +151,7 @@ class E2EBench:
         dtype = resolve_dtype(config.dtype, self.device)
         self.shapes: ShapeSet = SHAPE_SETS[config.shapes]
         self.store = ModelStore(self.shapes, dtype, self.device, folder)
+        self._watch = DeviceWatch(self.device)
         self._deadline = time.monotonic() + 60 * config.max_minutes
         self._has_peer = config.shapes == "full" and PEER_DEVICE in device_name(self.device)
         cases = list_cases(config.batches, config.cases)
@@ -179,7 +181,7 @@ class E2EBench:
 
     def run(self) -> dict[str, Any]:
         """Run everything that the time allows; returns the record."""
-        with torch.random.fork_rng(), DeviceWatch(self.device) as watch:
+        with torch.random.fork_rng(), self._watch:
             torch.manual_seed(0)
             self.record["ceilings"] = measure_ceilings(self.device, self.store.dtype)
             collect(self.device)
@@ -199,9 +201,6 @@ class E2EBench:
                 models, ceilings = self.config.scale_models, self.record["ceilings"]
                 rows = self.record["scale"]
                 run_scale(self.store, models, ceilings, rows, self._why_late)
-            watch.stop()
-            for line in (*lines, *self.record["forwards"]):
-                line["state"] = watch.between(*line.pop("timed_between", (0.0, 0.0)))
         self.record["complete"] = True
         self._keep()
         return self.record
@@ -264,9 +263,9 @@ class E2EBench:
             text_of(case.drafter, target.model),
             running(case, self.shapes, target, drafter) as engine,
         ):
-            began = time.time()
-            found = measure(engine, load, repeats)
-            found["timed_between"] = (began, time.time())
+            windows: list[Window] = []
+            found = measure(engine, load, repeats, lambda: _noted(windows))
+            found["state"] = self._watch.during(windows)
             found["steps_in_flight"] = engine.max_steps_in_flight
         wanted, committed = case.tokens_per_step, found["tokens_per_step"]
         if wanted is not None and abs(committed - wanted) > 1e-6:
@@ -339,8 +338,9 @@ class E2EBench:
         num_reqs, query_len = line["num_reqs"], line["query_len"]
         shapes, model = self.shapes, self.store.target("8b").model
         context = shapes.prompt_len + shapes.output_len // 2
-        began = time.time()
-        times = time_forward(model, num_reqs, query_len, context, shapes.max_model_len)
+        windows: list[Window] = []
+        with _noted(windows):
+            times = time_forward(model, num_reqs, query_len, context, shapes.max_model_len)
         ms = times[len(times) // 2]
         num_bytes = model_elements(shapes.models["8b"]) * self.store.dtype.itemsize
         floor = floor_ms(num_bytes, self.record["ceilings"])
@@ -349,7 +349,7 @@ class E2EBench:
             "ms": ms,
             "ms_min": times[0],
             "ms_max": times[-1],
-            "timed_between": (began, time.time()),
+            "state": self._watch.during(windows),
             "context": context,
             "floor_ms": floor,
             "over_floor": ms / floor,
@@ -357,6 +357,16 @@ class E2EBench:
             "peer_over_floor": FORWARD_PEER if has_aim else None,
             "aim_met": ms / floor <= FORWARD_AIM if has_aim else None,
         }
+
+
+@contextmanager
+def _noted(windows: list[Window]) -> Iterator[None]:
+    """Note when a block began and ended."""
+    began = time.time()
+    try:
+        yield
+    finally:
+        windows.append((began, time.time()))
 
 
 def _said(error: Exception) -> str:

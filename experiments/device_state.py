@@ -1,23 +1,22 @@
 """What a GPU does while it is measured: its clock, its power, and what holds it back.
 
 A device slows itself down where dense work meets its power or temperature limit, so two runs of the
-same kernels differ by several percent. `DeviceWatch` lets `nvidia-smi` write down the state a few
-times a second, in a process of its own, and is asked afterwards what it was between two moments.
+same kernels differ by several percent. `DeviceWatch` lets `nvidia-smi` tell the state several times
+a second, in a process of its own, and is asked afterwards what it was between two moments.
 """
 
 import shutil
 import statistics
 import subprocess
-import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
-_PERIOD_MS = 100
+_PERIOD_MS = 50
 _FIELDS = ("timestamp", "clocks.sm", "power.draw", "clocks_event_reasons.active")
 _TIME = "%Y/%m/%d %H:%M:%S.%f"
 # Bits of `clocks_event_reasons.active` that are limits.
@@ -28,6 +27,7 @@ LIMITS = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
+Window = tuple[float, float]  # seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Sample:
 
 
 class DeviceWatch:
-    """Writes down a GPU's state while it is open; a context. Elsewhere it knows nothing.
+    """Keeps a GPU's state while it is open; a context. Elsewhere it knows nothing.
+
+    What tells it writes to a pipe, so it ends with this process, however that ends.
 
     Args:
         device: to watch.
@@ -49,63 +51,68 @@ class DeviceWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._samples: list[Sample] = []
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
 
     def __enter__(self) -> "DeviceWatch":
         """Begin."""
         tool = shutil.which("nvidia-smi") if self._device.type == "cuda" else None
         if tool is not None:
-            self._folder = tempfile.TemporaryDirectory()
             uuid = torch.cuda.get_device_properties(self._device).uuid
             command = [tool, f"--id=GPU-{uuid}", f"--query-gpu={','.join(_FIELDS)}"]
             command += ["--format=csv,noheader,nounits", f"--loop-ms={_PERIOD_MS}"]
-            with self._path.open("wb") as out:
-                self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+            )
+            self._reader = threading.Thread(target=self._read, args=(self._process.stdout,))
+            self._reader.daemon = True
+            self._reader.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End; what was written down is gone then."""
+        """End."""
         self.stop()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
     def stop(self) -> None:
-        """Write down no more."""
-        if self._process is not None:
+        """Take no more samples; those that are on the way are still read."""
+        if self._process is not None and self._reader is not None:
             self._process.terminate()
             self._process.wait()
-            self._process = None
+            self._reader.join()
+            self._process = self._reader = None
 
-    def between(self, start_s: float, end_s: float) -> dict[str, Any] | None:
-        """Return the state between two moments, seconds since the epoch; None where none is known.
+    def during(self, windows: Iterable[Window]) -> dict[str, Any] | None:
+        """Return the state in the windows together; None where none is known."""
+        windows = list(windows)
+        inside = [
+            sample
+            for sample in list(self._samples)
+            if any(start <= sample.at_s <= end for start, end in windows)
+        ]
+        return summarize(inside)
 
-        Lines may reach the file late: ask behind `stop`.
-        """
-        if self._folder is None:
-            return None
-        text = self._path.read_text(encoding="utf-8", errors="replace")
-        return summarize([s for s in read_samples(text) if start_s <= s.at_s <= end_s])
-
-    @property
-    def _path(self) -> Path:
-        assert self._folder is not None, "only while it is open"
-        return Path(self._folder.name) / "states.csv"
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            sample = read_sample(line)
+            if sample is not None:
+                self._samples.append(sample)
 
 
-def read_samples(text: str) -> list[Sample]:
-    """Return the samples of a file; lines that are none are left out."""
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        try:
-            at, mhz, watts, reasons = cells
-            moment = datetime.strptime(at, _TIME).timestamp()  # both in local time
-            found.append(Sample(moment, float(mhz), float(watts), int(reasons, 16)))
-        except ValueError:  # a message, an unfinished line, or what a device does not tell
-            continue
-    return found
+def read_sample(line: str) -> Sample | None:
+    """Return the sample of a line; None for a message, or what a device does not tell."""
+    cells = [cell.strip() for cell in line.split(",")]
+    try:
+        at, mhz, watts, reasons = cells
+        moment = datetime.strptime(at, _TIME).timestamp()  # both in local time
+        return Sample(moment, float(mhz), float(watts), int(reasons, 16))
+    except ValueError:
+        return None
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any] | None:

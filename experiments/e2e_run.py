@@ -9,7 +9,7 @@ real batch, and its figure is wall time over steps.
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,15 +159,25 @@ def time_repeat(engine: Engine, load: Load) -> dict[str, float]:
     }
 
 
-def measure(engine: Engine, load: Load, repeats: int) -> dict[str, Any]:
-    """Return what an engine does with a load; the engine ends with it on a GPU."""
+def measure(
+    engine: Engine, load: Load, repeats: int, timed: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, Any]:
+    """Return what an engine does with a load; the engine ends with it on a GPU.
+
+    Args:
+        engine: empty.
+        load: its requests.
+        repeats: how often they run.
+        timed: gives a context for each repeat's timed steps.
+    """
     found: list[dict[str, float]] = []
     kept: list[tuple[Any, Any]] = []
     for i in range(repeats):
         fill(engine, load)
         if i == repeats - 1:
             kept = keep_rows(engine)
-        found.append(time_repeat(engine, load))
+        with timed():
+            found.append(time_repeat(engine, load))
         if i < repeats - 1:
             empty(engine)
     ends = engine.runner.state.total_len.tensor.float().mean() + kept[0][1].float().mean()

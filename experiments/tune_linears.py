@@ -161,7 +161,7 @@ def merge_records(record: dict[str, Any], earlier: dict[str, Any] | None) -> dic
 
     measured = {key(line) for line in record["choices"]}
     kept = [line for line in earlier["choices"] if key(line) not in measured]
-    before = [*earlier.get("earlier", ()), earlier.get("provenance")]
+    before = [*earlier.get("earlier", ()), earlier.get("provenance"), *record.get("earlier", ())]
     return record | {"choices": [*record["choices"], *kept], "earlier": before}
 
 

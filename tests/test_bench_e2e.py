@@ -312,10 +312,10 @@ def test_a_fit_gives_back_a_law_that_holds() -> None:
 def test_an_error_stays_on_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench_e2e.measure
 
-    def measure(engine: Any, load: Any, repeats: int) -> dict[str, Any]:
+    def measure(engine: Any, load: Any, repeats: int, timed: Any) -> dict[str, Any]:
         if engine.num_speculative_tokens:
             raise RuntimeError("no such\nluck")
-        return real(engine, load, repeats)
+        return real(engine, load, repeats, timed)
 
     monkeypatch.setattr(bench_e2e, "measure", measure)
     monkeypatch.setitem(bench_e2e.SHAPE_SETS, "tiny", SMALL)

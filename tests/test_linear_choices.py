@@ -19,7 +19,8 @@ from experiments.tune_linears import (
     wanted_models,
     with_prefetch,
 )
-from runner.models import linear_choices
+from runner.models import layers, linear_choices
+from runner.models.layers import StreamedLinear
 from runner.models.linear_choices import (
     SHIPPED,
     TOKEN_LIMITS,
@@ -28,6 +29,7 @@ from runner.models.linear_choices import (
     file_name,
     load_choices,
     read_choices,
+    replace_choice,
     rule,
     token_limit,
 )
@@ -80,7 +82,7 @@ def test_every_shipped_file_is_read_and_says_where_it_comes_from() -> None:
 
 def test_shipped_choices_are_those_that_were_measured_best() -> None:
     # A change of this hash is a change of every text in bfloat16: it has to be meant.
-    assert choices_digest(load_choices(H200, BF16)) == "97c836d250a6"
+    assert choices_digest(load_choices(H200, BF16)) == "855e1734b029"
 
 
 def test_a_record_of_a_gpu_says_which_choices_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +122,54 @@ def test_a_damaged_file_is_named(text: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=path.name):
         load_choices(H200, BF16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "launch", "said"),
+    [
+        (LinearShape(64, 64, glu=True), LinearLaunch(16, 16, 32, splits=2), "have no splits"),
+        (LinearShape(64, 64, eight_bit=True), LinearLaunch(16, 16, 32, tiled=True), "8-bit"),
+        (LinearShape(60, 64), LinearLaunch(16, 16, 32, tiled=True), "multiples of 8"),
+        (LinearShape(64, 60), LinearLaunch(16, 16, 32, tiled=True), "multiples of 8"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_while_the_file_is_read(
+    shape: LinearShape, launch: LinearLaunch, said: str
+) -> None:
+    write_choice(None)
+    path = cache_dir() / "linears" / file_name(H200, BF16)
+    line = {**asdict(shape), "max_tokens": 16, "launch": asdict(launch)}
+    path.write_text(json.dumps({"choices": [line]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        load_choices(H200, BF16)
+
+
+def test_what_is_measured_instead_takes_the_place_of_a_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_choices, "_is_streaming_device", lambda index: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
+    shape, device = LinearShape(4096, 4096), torch.device("cuda")
+    chosen = choose_linear(shape, 5, BF16, device)
+    other = LinearLaunch(16, 32, 64, splits=8)
+    assert chosen not in (None, other)
+    replace_choice(H200, BF16, shape, 16, other)
+    assert choose_linear(shape, 5, BF16, device) == other
+    replace_choice(H200, BF16, shape, 16, None)
+    assert choose_linear(shape, 5, BF16, device) is None
+
+
+def test_what_gives_no_largest_output_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = StreamedLinear(torch.randn(24, 32)), torch.randn(5, 32)
+    expected = layer(x).argmax(1)
+    for launch in (
+        LinearLaunch(16, 16, 32, tiled=True),
+        LinearLaunch(16, 16, 32, splits=2),
+        LinearLaunch(16, 16, 32, more_t=16),
+    ):
+        monkeypatch.setattr(layers, "choose_linear", lambda *_, launch=launch: launch)
+        assert torch.equal(layers.top1(layer, x), expected)
+        assert torch.equal(layers.largest(layer, x)[1], expected)
 
 
 def test_ranges_of_tokens() -> None:

@@ -115,7 +115,7 @@ class ChainHead(nn.Module):
         positions: Tensor,
         features: Tensor,
         metadata: AttentionMetadata,
-        lines: Tensor | None = None,
+        token_indices: Tensor | None = None,
     ) -> Tensor:
         """Run one pass.
 
@@ -124,12 +124,13 @@ class ChainHead(nn.Module):
             positions: [T] int64.
             features: [T, hidden], fused ones, or what an earlier pass returned.
             metadata: of the pass.
-            lines: [R] int64, those of the T whose states are wanted; None = all. KV is written
-                for all T, and what follows attention is computed for the wanted lines alone.
+            token_indices: [R] int64, the tokens whose states are wanted; None = all. KV is written
+                for all T. What follows attention is computed for the wanted ones alone, but in an
+                EAGLE head that runs unfused.
 
         Returns:
-            [T, hidden], [R, hidden] with `lines`: what `compute_logits` takes, and what stands for
-            the features of the positions behind.
+            [T, hidden], [R, hidden] with `token_indices`: what `compute_logits` takes, and what
+            stands for the features of the positions behind.
         """
         raise NotImplementedError
 
@@ -189,18 +190,18 @@ class EagleHead(ChainHead):
         positions: Tensor,
         features: Tensor,
         metadata: AttentionMetadata,
-        lines: Tensor | None = None,
+        token_indices: Tensor | None = None,
     ) -> Tensor:
         """Run one pass; see `ChainHead.forward`."""
         fused, joint = self._fused, torch.cat((self._embed(input_ids), features), dim=-1)
         if fused is not None:
             hidden = fused.fc(joint)
-            parts = fused.attention(hidden, positions, metadata, lines)
-            return fused.finish(parts, _take(hidden, lines), None)
+            parts = fused.attention(hidden, positions, metadata, token_indices)
+            return fused.finish(parts, _take(hidden, token_indices), None)
         hidden = self.fc(joint)[None]
         turns = self.rotary(hidden, positions[None])
         hidden = self.layer(hidden, position_embeddings=turns, attn_metadata=metadata)[0]
-        return _take(hidden, lines)
+        return _take(hidden, token_indices)
 
 
 class Eagle3Head(ChainHead):
@@ -252,11 +253,13 @@ class Eagle3Head(ChainHead):
         positions: Tensor,
         features: Tensor,
         metadata: AttentionMetadata,
-        lines: Tensor | None = None,
+        token_indices: Tensor | None = None,
     ) -> Tensor:
         """Run one pass; see `ChainHead.forward`."""
         if self._fused is not None:
-            return self._forward_fused(self._fused, input_ids, positions, features, metadata, lines)
+            return self._forward_fused(
+                self._fused, input_ids, positions, features, metadata, token_indices
+            )
         layer, features = self.layer, features[None]
         embedded = layer.input_layernorm(self._embed(input_ids))[None]
         normed = layer.hidden_norm(features)
@@ -267,7 +270,7 @@ class Eagle3Head(ChainHead):
             attention_mask=None,
             attn_metadata=metadata,
         )
-        hidden = _take((residual + hidden)[0], lines)
+        hidden = _take((residual + hidden)[0], token_indices)
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.norm(hidden) if self.spec.norm_output else hidden
 
@@ -278,7 +281,7 @@ class Eagle3Head(ChainHead):
         positions: Tensor,
         features: Tensor,
         metadata: AttentionMetadata,
-        lines: Tensor | None,
+        token_indices: Tensor | None,
     ) -> Tensor:
         """Run one pass by few kernels; see `ChainHead.forward`."""
         size = features.shape[1]
@@ -287,8 +290,8 @@ class Eagle3Head(ChainHead):
         embedded, normed = joint[:, :size], joint[:, size:]
         add_rms_norm(fused.embedding, None, first.weight, first.eps, embedded, None, input_ids)
         add_rms_norm(features[None], None, second.weight, second.eps, normed)
-        parts = fused.attention(joint, positions, metadata, lines)
-        residual = _take(normed if self.spec.norm_before_residual else features, lines)
+        parts = fused.attention(joint, positions, metadata, token_indices)
+        residual = _take(normed if self.spec.norm_before_residual else features, token_indices)
         return fused.finish(parts, residual, last if self.spec.norm_output else None)
 
     def output_states(self, hidden: Tensor) -> Tensor:
@@ -343,9 +346,9 @@ class FusedHead:
         return stream if norm is None else normed
 
 
-def _take(states: Tensor, lines: Tensor | None) -> Tensor:
-    """Return lines [R] of states [T, hidden], all of them for None."""
-    return states if lines is None else states.index_select(0, lines)
+def _take(states: Tensor, token_indices: Tensor | None) -> Tensor:
+    """Return the states [R, hidden] of some tokens, of [T, hidden]; all of them for None."""
+    return states if token_indices is None else states.index_select(0, token_indices)
 
 
 def make_head(spec: HeadSpec) -> ChainHead:

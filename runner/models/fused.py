@@ -75,15 +75,15 @@ class FusedAttention:
         x: Tensor,
         positions: Tensor,
         metadata: AttentionMetadata,
-        lines: Tensor | None = None,
+        token_indices: Tensor | None = None,
     ) -> Tensor:
-        """Return parts [S, T, hidden] of the output, [S, R, hidden] with `lines`.
+        """Return parts [S, T, hidden] of the output, [S, R, hidden] with `token_indices`.
 
         Args:
             x: [T, columns of the projections].
             positions: [T] int64.
             metadata: of the pass.
-            lines: [R] int64, those of the T whose outputs are wanted; None = all.
+            token_indices: [R] int64, the tokens whose outputs are wanted; None = all.
         """
         num_tokens, kv, layer = len(x), metadata.kv, self.layer_idx
         is_paged = isinstance(kv, PagedKVCache)
@@ -102,7 +102,9 @@ class FusedAttention:
         attend = ATTENTION_BACKENDS[metadata.backend]
         output = attend(query, metadata, layer, self.scaling, self.window)
         output = output.reshape(num_tokens, -1)
-        return self.out.parts(output if lines is None else output.index_select(0, lines))
+        return self.out.parts(
+            output if token_indices is None else output.index_select(0, token_indices)
+        )
 
 
 class FusedMLP:

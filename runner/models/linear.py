@@ -376,7 +376,9 @@ def top1_linear_ref(
 
 
 def compile_linear(shape: LinearShape, launch: LinearLaunch, dtype: torch.dtype) -> None:
-    """Compile a launch for the current device into Triton's cache; its numbers mean nothing.
+    """Compile a launch for the current device into Triton's cache.
+
+    A tiled one also runs, over numbers that mean nothing: descriptors are made of tensors alone.
 
     Args:
         shape: of the layer.
@@ -384,11 +386,12 @@ def compile_linear(shape: LinearShape, launch: LinearLaunch, dtype: torch.dtype)
         dtype: of the input, and of a wide weight.
     """
     out_dtype = torch.float32 if launch.splits > 1 else dtype
-    if launch.tiled:  # descriptors are made of tensors alone
+    if launch.tiled:
         weight = torch.empty((shape.weight_rows, shape.columns), dtype=dtype, device="cuda")
         x = torch.empty((launch.block_t, shape.columns), dtype=dtype, device="cuda")
         out = torch.empty((launch.splits, len(x), shape.rows), dtype=out_dtype, device="cuda")
         launch_tiled(out, x, weight, None, launch, shape.glu)
+        torch.cuda.synchronize()  # what fails here is this launch, not a later one
         return
     like = torch.empty(0, dtype=dtype, device="cuda")
     constants = _constants(shape.rows, shape.columns, launch, shape.glu, like)

@@ -1,9 +1,9 @@
 """Which way a linear layer is computed: by the library, or by our kernel and launched how.
 
-The choice is made once by measurement (`python -m experiments.tune_linears`), kept in a file with
-its provenance, and read from there: two runs, and all ranks of one, take the same. Shapes that no
-file holds take a rule of shapes alone. A file of one's own, in `linears/` of the cache folder, goes
-before the ones that come with the project.
+The choice is made once by measurement (`python -m experiments.tune_linears`, then `tune_forward`),
+kept in a file with its provenance, and read from there: two runs, and all ranks of one, take the
+same. Shapes that no file holds take a rule of shapes alone. A file of one's own, in `linears/` of
+the cache folder, goes before the ones that come with the project.
 """
 
 import functools
@@ -55,17 +55,32 @@ def read_choices(path: Path) -> Choices:
     """
     try:
         lines = json.loads(path.read_text(encoding="utf-8"))["choices"]
-        return {
+        choices = {
             (shape_of(line), line["max_tokens"]): (
                 None if line["launch"] is None else LinearLaunch(**line["launch"])
             )
             for line in lines
         }
+        for (shape, _), launch in choices.items():
+            if launch is not None and (reason := why_not(shape, launch)):
+                raise ValueError(f"{shape}: {reason}")
+        return choices
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} holds no choices of linear layers ({error}); make it again with "
-            f"python -m experiments.tune_linears, or delete it"
+            f"python -m experiments.tune_linears or tune_forward, or delete it"
         ) from error
+
+
+def why_not(shape: LinearShape, launch: LinearLaunch) -> str | None:
+    """Return why a layer cannot be launched so, None where it can."""
+    if shape.glu and launch.splits > 1:
+        return "gate and up in one have no splits"
+    if launch.tiled and shape.eight_bit:
+        return "8-bit weights are not computed by tiles"
+    if launch.tiled and (shape.rows % 8 or shape.columns % 8):
+        return "tiled, rows and columns are multiples of 8"
+    return None
 
 
 @functools.cache
@@ -163,6 +178,6 @@ def rule(shape: LinearShape, limit: int) -> LinearLaunch | None:
     while not shape.glu and programs * splits < 128 and steps >= 8 * splits:
         splits *= 2
     weights = block_n * block_k * (2 if shape.glu else 1) * (1 if shape.eight_bit else 2)
-    stage = weights + 2 * limit * block_k  # bytes
+    stage = weights + 2 * (block_t + more_t) * block_k  # bytes
     num_stages = max(3, min(6, steps + 1, _STAGED_BYTES // stage))
     return LinearLaunch(block_t, block_n, block_k, splits, 4, num_stages, more_t=more_t)

@@ -107,9 +107,11 @@ def launch_tiled(
 ) -> None:
     """Compute a linear layer in one launch; see `split_linear` and `glu_linear`.
 
+    All tensors begin at multiples of 16 bytes, and so do their rows.
+
     Args:
         out: [splits, T, N], out.
-        x: [T, K], dense in the last dimension, K and its rows' distance multiples of 16 bytes.
+        x: [T, K] with T >= 1, dense in the last dimension.
         weight: [N, K], contiguous; with `glu` [2 * N, K], the gate's rows first.
         bias: [N], added to the first part; None with `glu`.
         launch: how.
