@@ -78,6 +78,19 @@ def locate(name: str) -> str:
     return name
 
 
+def read_config(name: str) -> Any:
+    """Read the config of a model, and nothing else of it.
+
+    Raises:
+        WeightsError: it cannot be found or read.
+    """
+    source = locate(name)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise WeightsError(_cannot_load("model", name, error)) from error
+
+
 @dataclass(frozen=True)
 class LoadedTarget:
     """A target that several engines may share."""

@@ -121,6 +121,7 @@ class Engine:
         names = drafter_entry.name, verifier_entry.name, str(getattr(target, "name", target))
         told = names, verifier_config, self.num_speculative_tokens, self.draft_length.config
         self._ranks.compare_options(*told)
+        self._ranks.compare_configs(target)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if isinstance(target, str | PathLike):
@@ -132,6 +133,7 @@ class Engine:
             )
         check_placement(target.model, config, device, dtype)
         self._ranks.take_part(target)
+        self._ranks.compare_targets(target)
         self.target = target
         self.tokenizer = target.tokenizer
         self.trace = trace

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from runner.loader import LoadedTarget
 from specdec import LLM, Engine, RequestOutput, SamplingParams
 from specdec.errors import SpecdecError
 from specdec.parallel.exchange import gather_bytes, share
@@ -25,6 +27,7 @@ from specdec.parallel.groups import ParallelConfig, _make_groups, init_groups
 from specdec.parallel.rank_check import RankCheck
 from specdec.parallel.replicas import DataParallelEngine
 from tests.models import VOCAB_SIZE, byte_tokenizer, random_prompts, tiny_model, tiny_target
+from tests.rank_loads import other_storage, unlike_targets
 
 K = 3
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 96, "max_num_reqs": 3}
@@ -206,6 +209,11 @@ def quick_checks(folder: str) -> None:
         "schedules": run_schedules(1000, 1006),
         "options": _refused(_different_options),
         "verifiers": _refused(_different_verifiers),
+        "loaded": {
+            "equal": _refused(_replicas),
+            "storage": _refused(lambda: _replicas(other_storage())),
+            **{name: _refused(load) for name, load in unlike_targets(_replicas).items()},
+        },
         "failure": _refused(_failing_step),
         "calls": _refused(_different_calls),
     }
@@ -323,7 +331,7 @@ def _groups() -> dict[str, Any]:
     return found
 
 
-def _refused(act: Callable[[], None]) -> str:
+def _refused(act: Callable[[], Any]) -> str:
     try:
         act()
     except SpecdecError as error:
@@ -343,9 +351,10 @@ def _different_verifiers() -> None:
     DataParallelEngine(tiny_target(tiny_model()), "ngram", verifier, K, **own)
 
 
-def _replicas() -> DataParallelEngine:
+def _replicas(target: LoadedTarget | None = None) -> DataParallelEngine:
     own = {**OPTIONS, "data_parallel_size": 2}
-    return DataParallelEngine(tiny_target(tiny_model()), "ngram", "greedy", K, **own)
+    target = target or tiny_target(tiny_model())
+    return DataParallelEngine(target, "ngram", "greedy", K, **own)
 
 
 def _different_calls() -> None:
@@ -398,6 +407,29 @@ def die_in_generate(folder: str, how: str) -> None:
             raise ValueError("planted")
 
     llm.generate(PROMPTS[:4], params, on_increment=note)
+
+
+def end_before_joining(folder: str, how: str) -> None:
+    """Let the second rank end while the first one waits for it to join."""
+    (Path(folder) / f"pid{this_rank()}").write_text(str(os.getpid()))
+    if this_rank() == 1:
+        (Path(folder) / "died_at").write_text(str(time.time()))
+        if how == "exit":
+            sys.exit(0)
+        elif how == "exit at once":
+            os._exit(0)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    init_groups(ParallelConfig(2, timeout_s=60))
+
+
+def end_one_by_one(joins: bool) -> None:
+    """Meet the other rank, or do not, and let the first one work on once the second has ended."""
+    if joins:
+        share(init_groups(ParallelConfig(2)).control, 0)
+    if this_rank() == 0:
+        time.sleep(3)
 
 
 def wait_for_ever(folder: str) -> None:

@@ -29,6 +29,7 @@ from tests.drafter_folders import save_drafters
 from tests.head_cases import HeadCase, HeadFiles
 from tests.models import VOCAB_SIZE, random_prompts, tiny_model, tiny_target
 from tests.parallel_cases import draw_events, leave, play_events, this_rank
+from tests.rank_loads import unlike_loads
 from tests.schedules import Arrival, draw_schedule, run_schedule
 
 K = 3
@@ -199,6 +200,10 @@ def quick_checks(folder: str) -> None:
         "captured": _captured(),
         "failed": _failed(),
         "ended": _ended(),
+        "loaded": {
+            "equal": _refused(_engine),
+            **{name: _refused(load) for name, load in unlike_loads(_engine, saved).items()},
+        },
     }
     leave(folder, found)
     faulthandler.cancel_dump_traceback_later()
@@ -206,8 +211,9 @@ def quick_checks(folder: str) -> None:
 
 def _engine(drafter: Any = "ngram", verifier: Any = "greedy", **options: Any) -> Engine:
     draft_length = options.pop("draft_length", "fixed")
+    target = options.pop("target", None) or whole_target()
     own = {**TWO, **options}
-    return Engine(whole_target(), drafter, verifier, K, draft_length=draft_length, **own)
+    return Engine(target, drafter, verifier, K, draft_length=draft_length, **own)
 
 
 def _refused(act: Callable[[], Any]) -> str:

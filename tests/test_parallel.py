@@ -426,6 +426,8 @@ def test_one_progress_bar_serves_all_ranks(
         ([0, 3], {}, 1, "rank 1 of 2 ended with exit code 3"),
         ([1, 1], {0: ("lost", "failed: a"), 1: ("lost", "failed: b")}, 0, "failed: a"),
         ([-11, -9], {}, 0, "rank 0 of 2 was ended by SIGSEGV"),
+        ([None, 0], {}, 1, "rank 1 of 2 ended with exit code 0 while other ranks waited for it"),
+        ([1, 0], {0: ("lost", "failed: lost")}, 1, "rank 1 of 2 ended with exit code 0 while"),
     ],
 )
 def test_the_cause_is_told_rather_than_what_came_of_it(

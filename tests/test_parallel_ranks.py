@@ -18,6 +18,8 @@ from specdec.parallel.launch import RankFailedError, launch
 from tests.parallel_cases import (
     PROMPTS,
     die_in_generate,
+    end_before_joining,
+    end_one_by_one,
     many_schedules,
     quick_checks,
     read,
@@ -86,6 +88,17 @@ def test_replicas_built_unlike_are_refused(found: list[dict[str, Any]]) -> None:
             assert rank[what].startswith("ranks 0, 1 disagree in options at step 0")
 
 
+def test_replicas_that_loaded_unlike_models_are_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["loaded"]["equal"] == "nothing was refused"
+        for what, text in {
+            "norm": "the target's weights (model.layers.1.input_layernorm.weight): ranks",
+            "storage": "how the target's layers are stored (packed, False on rank 0, True on",
+            "config": "the target's config (rms_norm_eps, 1e-06 on rank 0, 1e-05 on rank 1): ranks",
+        }.items():
+            assert rank["loaded"][what].startswith(f"ranks 0, 1 disagree in {text}")
+
+
 def test_replicas_that_are_asked_for_different_things_say_so(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert "rank 1 was asked for other requests than rank 0" in rank["calls"]
@@ -146,6 +159,26 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, how: str, reason: str) ->
     for rank in (0, 1):  # what had finished was handed out on both
         lines = (tmp_path / f"finished{rank}").read_text().splitlines()
         assert [len(ast.literal_eval(line)) for line in lines] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["return", "exit", "exit at once", "kill"])
+def test_a_rank_that_ends_before_it_joins_ends_the_job(tmp_path: Path, how: str) -> None:
+    reason = "was ended by SIGKILL;"
+    if how != "kill":
+        reason = "ended with exit code 0 while other ranks waited for it;"
+    with pytest.raises(RankFailedError) as raised:
+        launch(end_before_joining, 2, (str(tmp_path), how))
+    assert time.time() - float((tmp_path / "died_at").read_text()) < SECONDS_TO_END
+    assert str(raised.value).startswith(f"rank 1 of 2 {reason}")
+    assert raised.value.rank == 1
+    assert not any(is_alive(int((tmp_path / f"pid{rank}").read_text())) for rank in (0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_rank_may_end_before_the_others(joins: bool) -> None:
+    launch(end_one_by_one, 2, (joins,))
 
 
 _LAUNCHER = """

@@ -98,6 +98,18 @@ def test_ranks_that_were_built_unlike_are_refused(found: list[dict[str, Any]]) -
         assert rank["captured"].startswith(text)
 
 
+def test_ranks_that_loaded_unlike_models_are_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["loaded"]["equal"] == "nothing was refused"
+        for what, text in {
+            "norm": "the target's weights (model.layers.1.input_layernorm.weight): ranks",
+            "config": "the target's config (rms_norm_eps, 1e-06 on rank 0, 1e-05 on rank 1): ranks",
+            "draft model": "the drafter's weights (drafter.model.",
+            "head, among others": "the drafter's weights (drafter.children.1.head.",
+        }.items():
+            assert rank["loaded"][what].startswith(f"RankError: ranks 0, 1 disagree in {text}")
+
+
 def test_the_order_in_which_requests_are_ended_does_not_count(found: list[dict[str, Any]]) -> None:
     for rank in found:
         texts = [rank["ended"]["texts"][f"later {i}"] for i in range(len(PROMPTS))]

@@ -4,7 +4,7 @@
 (`runner.models.linear_choices`). On a CPU in bfloat16 `PackedLinear` takes its place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -113,6 +113,18 @@ class PackedRows(nn.Module):
         """Return a layer of these rows that computes no others, where the joint one is packed."""
         joint = self._joint[0]
         return joint.part(self._rows) if isinstance(joint, PackedLinear) else self
+
+    def samples(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what tells these rows from others; see `PackedLinear.samples`."""
+        joint = self._joint[0]
+        if isinstance(joint, PackedLinear):
+            for field, values in joint.samples():
+                yield field, values[..., self._rows]  # columns, one a line, and a bias
+        elif isinstance(joint, StreamedLinear):
+            for field in ("weight", "scales", "bias"):
+                values = getattr(joint, field)
+                if values is not None:
+                    yield field, values[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rows of the joint layer's output."""

@@ -7,6 +7,7 @@ packed weight replaces the plain one, except where the weight is shared with the
 
 import functools
 import logging
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,20 @@ class PackedLinear(nn.Module):
         """Return a layer of some of the outputs, packed anew: the very same weights."""
         bias = None if self._bias is None else self._bias[rows]
         return PackedLinear(self._packed.to_dense()[rows].contiguous(), bias)
+
+    @torch.inference_mode()
+    def samples(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what tells this weight from another: some of its columns, and the bias, if any.
+
+        A product with a unit vector is a column, to the bit, whatever the order of the packed
+        weight.
+        """
+        places = torch.linspace(0, self.in_features - 1, 4).long()
+        unit = F.one_hot(places, self.in_features).to(torch.bfloat16)
+        none = "none", [], ""
+        yield "weight", torch.ops.mkldnn._linear_pointwise(unit, self._packed, None, *none)
+        if self._bias is not None:
+            yield "bias", self._bias
 
     def gated(self, x: Tensor) -> Tensor:
         """Return SiLU(gate) * up of a layer that holds both."""

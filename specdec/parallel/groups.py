@@ -13,7 +13,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,6 +106,7 @@ class _Releasable(Protocol):
 
 
 _groups: ParallelGroups | None = None
+_before_joining: Callable[[], None] | None = None
 _holders: "weakref.WeakSet[_Releasable]" = weakref.WeakSet()
 
 
@@ -152,6 +153,8 @@ def init_groups(config: ParallelConfig, device_type: str = "cpu") -> ParallelGro
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     timeout = timedelta(seconds=config.timeout_s)
+    if _before_joining is not None:
+        _before_joining()
     with watch_ranks("set up its process groups"):
         if not dist.is_initialized():
             if device_type == "cuda":
@@ -212,6 +215,12 @@ def groups_of_replica(tensor_parallel_size: int, device_type: str) -> ParallelGr
     if _groups is not None and _groups.config.tensor_parallel_size == tensor_parallel_size > 1:
         config = _groups.config
     return init_groups(config, device_type)
+
+
+def call_before_joining(act: Callable[[], None]) -> None:
+    """Let `init_groups` call `act` before this rank waits for the others to join."""
+    global _before_joining
+    _before_joining = act
 
 
 def release_before_groups(holder: _Releasable) -> None:

@@ -2,8 +2,8 @@
 
 The ranks are processes of torch.multiprocessing with the environment that torchrun gives, so what
 runs in them runs under torchrun as well. A rank that dies or raises takes the others with it within
-seconds: they get a moment to write down what they have, then SIGTERM, then SIGKILL. So does an
-interrupt of the launcher.
+seconds: they get a moment to write down what they have, then SIGTERM, then SIGKILL. So does one
+that ends before it has joined those that wait for it, and an interrupt of the launcher.
 """
 
 import contextlib
@@ -25,11 +25,17 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.multiprocessing.spawn import start_processes
 
 from specdec.errors import ConfigError, SpecdecError
-from specdec.parallel.groups import RankError, destroy_groups, is_broken_connection
+from specdec.parallel.groups import (
+    RankError,
+    call_before_joining,
+    destroy_groups,
+    is_broken_connection,
+)
 
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+_POLL_S = 1.0  # between two looks whether a rank is missed
 _GRACE_S = 5.0  # for the other ranks to end by themselves, once one failed
 _TERM_S = 3.0  # between SIGTERM and SIGKILL
 
@@ -57,7 +63,8 @@ def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> 
 
     Raises:
         ConfigError: fewer than one.
-        RankFailedError: a rank died or raised; all others are ended by then.
+        RankFailedError: a rank died or raised, or ended before it joined the others, which wait for
+            it; all others are ended by then.
         KeyboardInterrupt: the ranks were interrupted, too, and all are ended by then.
     """
     if num_ranks < 1:
@@ -73,8 +80,8 @@ def launch(fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = ()) -> 
         processes: list[Any] = list(context.processes)
         try:
             # Asked once a turn: to wait for an empty list would never end.
-            while (running := _running(processes)) and not _failed(processes):
-                connection.wait([process.sentinel for process in running])
+            while (running := _running(processes)) and not _failed(processes, Path(folder)):
+                connection.wait([process.sentinel for process in running], _POLL_S)
         except KeyboardInterrupt:
             _interrupt(processes)
             raise
@@ -102,6 +109,7 @@ def _run_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], *job: An
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # several ranks share the cores
+    call_before_joining((Path(folder) / _joining(rank)).touch)
     try:
         fn(*args)
         destroy_groups()
@@ -136,12 +144,21 @@ def _leave_note(folder: str, rank: int, kind: str, what: str) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
+def _joining(rank: int) -> str:
+    """Return the name of the file that tells that a rank joins the others, or has joined them."""
+    return f"{rank}.joining"
+
+
 def _running(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
     return [p for p in processes if p.exitcode is None]
 
 
-def _failed(processes: Sequence[BaseProcess]) -> bool:
-    return any(p.exitcode for p in processes)
+def _failed(processes: Sequence[BaseProcess], folder: Path) -> bool:
+    """Return whether a rank died or raised, or ended while others wait for it to join them."""
+    codes = [p.exitcode for p in processes]  # first: a rank may join and end between two looks
+    joins = [(folder / _joining(rank)).exists() for rank in range(len(processes))]
+    is_absent = [code == 0 and not j for code, j in zip(codes, joins, strict=True)]
+    return any(codes) or (any(is_absent) and any(joins))
 
 
 def _wait(processes: Sequence[BaseProcess], seconds: float) -> None:
@@ -176,19 +193,22 @@ def _failure(ended: dict[int, int | None], folder: Path) -> RankFailedError:
         ended: the exit code of each rank, None where it had to be ended.
         folder: holds the ranks' notes.
     """
-    # A signal or an error of its own is a cause; to have lost another rank is a consequence.
+    # A signal or an error of its own is a cause; to have lost another rank is a consequence, of one
+    # that ended as if all were done where nothing else is known.
     found: list[tuple[int, int, str]] = []
     for rank, code in ended.items():
         path = folder / f"{rank}.json"
         if code is None:
-            found.append((5, rank, "did not end"))
+            found.append((6, rank, "did not end"))
         elif code < 0:
             found.append((0, rank, f"was ended by {_signal_name(-code)}"))
         elif code and path.is_file():
             note = json.loads(path.read_text(encoding="utf-8"))
-            found.append(({"raised": 1, "ended": 2, "lost": 4}[note["kind"]], rank, note["what"]))
+            found.append(({"raised": 1, "ended": 2, "lost": 5}[note["kind"]], rank, note["what"]))
         elif code:
             found.append((3, rank, f"ended with exit code {code}"))
+        else:
+            found.append((4, rank, "ended with exit code 0 while other ranks waited for it"))
     _, rank, what = min(found)
     return RankFailedError(
         f"rank {rank} of {len(ended)} {what}; so all ranks were ended, and what was finished "

@@ -46,6 +46,7 @@ from specdec.parallel.messages import encode, pack, unpack
 from specdec.parallel.placement import device_of_rank, device_type
 from specdec.parallel.rank_check import RankCheck
 from specdec.parallel.router import Router
+from specdec.parallel.weight_check import compare_configs, compare_drafters, compare_targets
 from specdec.registry import build_config
 from specdec.samples import RequestGroup
 from specdec.trace import StepTrace
@@ -65,7 +66,7 @@ class DataParallelEngine:
 
     Raises:
         ConfigError: see `Engine`; or there are not as many ranks as replicas.
-        RankError: the ranks were given different options.
+        RankError: the ranks were given different options, or loaded unlike models.
     """
 
     def __init__(
@@ -105,15 +106,17 @@ class DataParallelEngine:
     def _check_options(self, verifier_config: Any) -> None:
         """Compare what the ranks were built with, and agree on what a replica can hold."""
         engine, check = self.engine, RankCheck(self.groups.control, 1)
-        model = engine.target.model
-        sizes = [model.vocab_size, model.hidden_size, len(model.layers)]
         names = [type(part).__name__ for part in (engine.drafter, engine.verifier)]
         names.append(type(engine.draft_length).__name__)
         config = dataclasses.replace(self.config, device="auto")
         parts = names, verifier_config, engine.draft_length.config
-        told = repr((config, engine.num_speculative_tokens, *parts, engine.target.name, sizes))
+        told = repr((config, engine.num_speculative_tokens, *parts, engine.target.name))
         check.add("options", np.frombuffer(told.encode(), dtype=np.uint8))
         check.compare(0)
+        model = engine.target.model
+        compare_configs(self.groups.control, engine.target)
+        compare_targets(self.groups.control, model)
+        compare_drafters(self.groups.control, engine.drafter, model)
         num_blocks = engine.scheduler.blocks.num_blocks
         if self.groups.control is not None:
             found = gather_bytes(self.groups.control, encode(num_blocks))

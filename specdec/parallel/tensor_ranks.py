@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import zlib
 from collections.abc import Callable
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from specdec.parallel.groups import (
 )
 from specdec.parallel.placement import device_of_rank, device_type
 from specdec.parallel.rank_check import RankCheck
+from specdec.parallel.weight_check import compare_configs, compare_drafters, compare_targets
 from specdec.samples import RequestGroup
 
 logger = logging.getLogger(__name__)
@@ -116,16 +118,39 @@ class TensorRanks:
         config = dataclasses.replace(self.config, device="")
         self._compare_once("options", (config, *told))
 
-    def compare_choices(self, runner: ModelRunner) -> None:
-        """Check that the ranks run the same kernels in the same shapes, once all is captured.
+    def compare_configs(self, target: Any) -> None:
+        """Check that the ranks' targets have the same config, before they are loaded.
 
-        What was captured is released before the ranks leave their groups.
+        Args:
+            target: as an engine is given it.
+
+        Raises:
+            RankError: they have not.
+            WeightsError: this rank cannot read it.
+        """
+        if isinstance(target, LoadedTarget | str | PathLike):
+            given = target if isinstance(target, LoadedTarget) else str(target)
+            compare_configs(self._group, given)
+
+    def compare_targets(self, target: LoadedTarget) -> None:
+        """Check that the ranks hold the same target, in what each of them has whole.
+
+        Raises:
+            RankError: they do not.
+        """
+        compare_targets(self._group, target.model)
+
+    def compare_choices(self, runner: ModelRunner) -> None:
+        """Check that ranks have the same drafter, and run the same kernels in the same shapes.
+
+        Called once all is captured; that is released before the ranks leave their groups.
 
         Raises:
             RankError: they do not.
         """
         if self._group is None:
             return
+        compare_drafters(self._group, runner.drafter, runner.target)
         device, dtype = runner.device, runner.target.dtype
         name, linears = device.type, ""
         if device.type == "cuda":
