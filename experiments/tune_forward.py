@@ -222,6 +222,8 @@ class ForwardTuner:
         others = self._build({(limit, shape): others})[limit, shape]
         timed = time_options(present, others, place, forward, error) | timed
         best = min(timed, key=lambda launch: timed[launch])
+        if best == present:
+            return Found(shape, present, timed[present], timed[present])
         wins, before, ms = compare(present, best, place, forward)
         return Found(shape, best, before, ms) if wins else Found(shape, present, before, before)
 
