@@ -9,7 +9,7 @@ real batch, and its figure is wall time over steps.
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,10 @@ def time_repeat(engine: Engine, load: Load) -> dict[str, float]:
 
 
 def measure(
-    engine: Engine, load: Load, repeats: int, timed: Callable[[], AbstractContextManager[Any]]
+    engine: Engine,
+    load: Load,
+    repeats: int,
+    timed: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """Return what an engine does with a load; the engine ends with it on a GPU.
 
