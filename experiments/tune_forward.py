@@ -17,7 +17,6 @@ is written behind every layer.
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -34,34 +33,34 @@ from experiments.bench_attention import measure_read_ceiling
 from experiments.e2e_cases import SHAPE_SETS
 from experiments.e2e_models import random_model
 from experiments.e2e_run import time_forward
+from experiments.linear_candidates import candidates, with_prefetch
 from experiments.provenance import collect_provenance, shown_command
 from experiments.tune_linears import (
     SHIPPED_MODELS,
     Compilers,
     ModelShape,
-    candidates,
     merge_records,
     model_shape,
     read_earlier,
+    resolve_gpu,
     settled,
+    tuning_parser,
     wanted_limits,
     wanted_models,
-    with_prefetch,
+    write_record,
 )
 from runner.attention import single_request_metadata
 from runner.dispatch import on_device
-from runner.loader import load_target, resolve_device, resolve_dtype
+from runner.loader import load_target
 from runner.models.hf import HFModel
 from runner.models.linear_choices import (
     SHIPPED,
-    file_name,
     load_choices,
     replace_choice,
     rule,
     shape_of,
 )
 from runner.models.linear_launch import LinearLaunch, LinearShape
-from runner.weights import cache_dir
 from specdec.errors import ConfigError, SpecdecError
 
 # Requests and tokens of each of the pass that stands for a range.
@@ -323,31 +322,19 @@ def tune_models(
 
 def main() -> int:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description="Choose linear layers' launches in a whole pass.")
-    parser.add_argument("--out", default=None, help="file; default: linears/ of the cache folder")
-    parser.add_argument("--target", default=None, help="a model's name; default: the shipped ones")
-    parser.add_argument("--limits", default=",".join(map(str, FORWARDS)))
-    parser.add_argument("--models", default=",".join(SHIPPED_MODELS), help="of the shipped ones")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = tuning_parser("Choose linear layers' launches in a whole pass.")
     parser.add_argument("--weight-dtype", choices=("auto", "fp8"), default="auto")
-    parser.add_argument("--processes", type=int, default=8, help="that compile")
     parser.add_argument("--max-minutes", type=float, default=30.0, help="layers begun later stay")
     arguments = parser.parse_args()
     try:
-        device = resolve_device(arguments.device)
-        if device.type != "cuda":
-            raise ConfigError(f"device={arguments.device!r} is not allowed; give a GPU")
-        dtype = resolve_dtype(arguments.dtype, device)
+        device, dtype, own = resolve_gpu(arguments)
         wanted_limits(arguments.limits)
         wanted_models(arguments.models, arguments.target)
-        name = torch.cuda.get_device_name(device)
-        own = cache_dir() / "linears" / file_name(name, dtype)
         # A file of one's own holds no copies of what is shipped: those would outlive an update.
         earlier = known_choices(own) if arguments.out else read_earlier(own)
         command = shown_command("experiments.tune_forward", sys.argv[1:])
         provenance = collect_provenance(command, 0, device, dtype)
-        record = {"provenance": provenance, "device": name}
+        record = {"provenance": provenance, "device": torch.cuda.get_device_name(device)}
         path, found = Path(arguments.out or own), []
         with on_device(device), Compilers(arguments.processes) as compilers:
             record["read_gb_s"] = round(measure_read_ceiling(device), 1)
@@ -360,14 +347,6 @@ def main() -> int:
         return 2
     print(f"wrote {path}" if found else "nothing was found: no time for a single layer")
     return 0
-
-
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a file of choices, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from experiments.bench_attention import measure_read_ceiling
+from experiments.linear_candidates import candidates, with_prefetch
 from experiments.provenance import collect_provenance, shown_command
 from runner.dispatch import on_device
 from runner.loader import locate, resolve_device, resolve_dtype
@@ -43,9 +44,7 @@ from specdec.errors import ConfigError, SpecdecError
 # Tokens that a range is measured at: what a step of K = 4 has with 1, 4, 8, 32 and 64 requests.
 _MEASURED_AT = {16: 5, 32: 20, 64: 40, 160: 160, 320: 320}
 _MORE_THAN_L2 = 160 * 2**20  # bytes of weights in a graph
-_SHARED_BYTES = 220 * 2**10  # of a multiprocessor
 _REPEATS = 5
-_PREFETCH = (0, 256, 1024, 4096)
 
 
 @dataclass(frozen=True)
@@ -163,80 +162,6 @@ def merge_records(record: dict[str, Any], earlier: dict[str, Any] | None) -> dic
     kept = [line for line in earlier["choices"] if key(line) not in measured]
     before = [*earlier.get("earlier", ()), earlier.get("provenance"), *record.get("earlier", ())]
     return record | {"choices": [*record["choices"], *kept], "earlier": before}
-
-
-def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
-    """Give launches worth trying, before what they prefetch is chosen."""
-    yield from _streamed(shape, limit)
-    # Not for fewer tokens: there memory is the bound, and streaming asks for it ahead.
-    if limit >= 64 and not shape.eight_bit and shape.columns % 8 == shape.rows % 8 == 0:
-        yield from _tiled(shape, limit)
-
-
-def _tiled(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
-    """Give launches whose tiles are moved by hardware."""
-    tokens = {64: [(64, 0)], 160: [(128, 32), (64, 16)], 320: [(128, 32), (64, 0)]}[limit]
-    for (block_t, more_t), block_n, splits in itertools.product(tokens, (64, 128, 256), (1, 2, 4)):
-        programs = -(-shape.rows // block_n) * splits * -(-limit // (block_t + more_t))
-        columns, block_k = block_n * (2 if shape.glu else 1), 128 if limit <= 64 else 64
-        if programs < 80 or (splits > 1 and (shape.glu or programs > 264)):
-            continue
-        if -(-shape.columns // block_k) < 4 * splits or columns * (block_t + more_t) > 256 * 160:
-            continue
-        stage = 2 * block_k * (columns + block_t + more_t)
-        num_warps = 8 if columns * (block_t + more_t) >= 128 * 128 else 4
-        # One program a multiprocessor with many steps in flight, or two with half as many.
-        for num_stages in sorted({min(8, _SHARED_BYTES // stage), _SHARED_BYTES // 2 // stage}):
-            if 3 <= num_stages <= 8:
-                yield LinearLaunch(
-                    block_t, block_n, block_k, splits, num_warps, num_stages, 0, more_t, tiled=True
-                )
-
-
-def _streamed(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
-    """Give launches that stream the weight."""
-    block_t, more_t = {160: (128, 32), 320: (256, 64)}.get(limit, (limit, 0))
-    if limit > 160 and shape.eight_bit:
-        block_t, more_t = 128, 32
-    elif limit > 160 and shape.glu:
-        return
-    rows = (16, 32, 64) if shape.rows < 2048 else (32, 64, 128) if limit <= 64 else (64, 128)
-    for block_n, block_k, splits in itertools.product(rows, (64, 128, 256), (1, 2, 3, 4, 8)):
-        programs = -(-shape.rows // block_n) * splits
-        steps = -(-shape.columns // block_k)
-        if splits > 1 and (shape.glu or programs > 560 or steps < 3 * splits):
-            continue
-        if programs < (90 if limit <= 160 else 60) and shape.rows * shape.columns > 2**20:
-            continue
-        weights = block_n * block_k * (2 if shape.glu else 1)
-        width = 1 if shape.eight_bit else 2
-        stage = width * weights + 2 * (block_t + more_t) * block_k
-        num_stages = min(6, -(-steps // splits) + 1, _SHARED_BYTES // 2 // stage)
-        if num_stages < 3 and limit > 64:
-            num_stages = min(4, _SHARED_BYTES // stage)
-        if num_stages < 3 or (limit > 64 and block_k > 64):
-            continue
-        num_warps = 8 if block_n * (block_t + more_t) >= 128 * 64 else 4
-        yield LinearLaunch(block_t, block_n, block_k, splits, num_warps, num_stages, 0, more_t)
-
-
-def with_prefetch(launch: LinearLaunch, shape: LinearShape) -> list[LinearLaunch]:
-    """Return a launch with each amount that it may prefetch, and with each start of the next."""
-    # Of a row, what the last split has: behind the last row there is no memory to ask for.
-    steps = -(-shape.columns // launch.block_k)
-    begin = (launch.splits - 1) * -(-steps // launch.splits) * launch.block_k
-    width = 1 if shape.eight_bit else 2
-    most = max(0, width * (shape.columns - begin)) // 16 * 16
-    amounts = sorted({min(amount, most) for amount in _PREFETCH})
-    if launch.tiled or width * shape.columns % 16:  # what is asked for begins at 16 bytes
-        amounts = [0]
-    # Only a kernel that leaves room on every multiprocessor may let the next begin at once.
-    small = shape.rows * shape.columns <= 2**22
-    return [
-        replace(launch, prefetch=amount, early=early)
-        for amount in amounts
-        for early in ((False, True) if small else (False,))
-    ]
 
 
 def run_layer(x: Tensor, weight: Tensor, glu: bool, launch: LinearLaunch | None) -> Tensor:
@@ -438,9 +363,9 @@ def tune(
     return lines
 
 
-def main() -> int:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description="Choose how linear layers are computed.")
+def tuning_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of what every way of choosing takes."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", default=None, help="file; default: linears/ of the cache folder")
     parser.add_argument("--target", default=None, help="a model's name; default: the shipped ones")
     parser.add_argument("--limits", default=",".join(map(str, TOKEN_LIMITS)))
@@ -448,16 +373,38 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--processes", type=int, default=8, help="that compile")
-    arguments = parser.parse_args()
+    return parser
+
+
+def resolve_gpu(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype, Path]:
+    """Return device, dtype, and the file of one's own that holds the choices for them.
+
+    Raises:
+        ConfigError: the device is no GPU, or the dtype is none.
+    """
+    device = resolve_device(arguments.device)
+    if device.type != "cuda":
+        raise ConfigError(f"device={arguments.device!r} is not allowed; give a GPU")
+    dtype = resolve_dtype(arguments.dtype, device)
+    name = file_name(torch.cuda.get_device_name(device), dtype)
+    return device, dtype, cache_dir() / "linears" / name
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a file of choices, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def main() -> int:
+    """Measure and write."""
+    arguments = tuning_parser("Choose how linear layers are computed.").parse_args()
     try:
-        device = resolve_device(arguments.device)
-        if device.type != "cuda":
-            raise ConfigError(f"device={arguments.device!r} is not allowed; give a GPU")
-        dtype = resolve_dtype(arguments.dtype, device)
+        device, dtype, own = resolve_gpu(arguments)
         models = wanted_models(arguments.models, arguments.target)
         limits = wanted_limits(arguments.limits)
-        name = torch.cuda.get_device_name(device)
-        own = cache_dir() / "linears" / file_name(name, dtype)
         earlier = None if arguments.out else read_earlier(own)
     except SpecdecError as error:
         print(error, file=sys.stderr)
@@ -470,15 +417,13 @@ def main() -> int:
         lines = tune(shapes, limits, dtype, device, arguments.processes)
         read_rate = measure_read_ceiling(device)
     path = Path(arguments.out or own)
-    path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "provenance": provenance,
-        "device": name,
+        "device": torch.cuda.get_device_name(device),
         "read_gb_s": round(read_rate, 1),
         "choices": lines,
     }
-    record = merge_records(record, earlier)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(path, merge_records(record, earlier))
     print(f"wrote {path}")
     return 0
 

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.linear_candidates import candidates, with_prefetch
 from experiments.provenance import hash_linear_choices
 from experiments.tune_linears import (
     SHIPPED_MODELS,
-    candidates,
     merge_records,
     model_shape,
     read_earlier,
     wanted_limits,
     wanted_models,
-    with_prefetch,
 )
 from runner.models import layers, linear_choices
 from runner.models.layers import StreamedLinear
