@@ -26,13 +26,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig
 
 from experiments.bench_attention import measure_read_ceiling
 from experiments.linear_candidates import candidates, with_prefetch
 from experiments.provenance import collect_provenance, shown_command
 from runner.dispatch import on_device
-from runner.loader import locate, resolve_device, resolve_dtype
+from runner.loader import read_config, resolve_device, resolve_dtype
 from runner.models.glu import silu_mul
 from runner.models.linear import compile_linear, glu_linear, split_linear
 from runner.models.linear_choices import TOKEN_LIMITS, file_name, read_choices, shape_of
@@ -88,8 +87,9 @@ def model_shape(name: str) -> ModelShape:
 
     Raises:
         ConfigError: its config lacks one.
+        WeightsError: its config cannot be found or read.
     """
-    config: Any = AutoConfig.from_pretrained(locate(name), trust_remote_code=False)
+    config = read_config(name)
     try:
         head_size = getattr(config, "head_dim", None)
         return ModelShape(

@@ -429,7 +429,7 @@ def end_one_by_one(joins: bool) -> None:
     if joins:
         share(init_groups(ParallelConfig(2)).control, 0)
     if this_rank() == 0:
-        time.sleep(3)
+        time.sleep(3)  # several looks of the launcher, which must find nothing wrong
 
 
 def wait_for_ever(folder: str) -> None:

@@ -98,9 +98,12 @@ def test_a_gain_that_is_too_small_changes_nothing() -> None:
 def test_the_luckiest_of_equal_launches_is_seldom_taken() -> None:
     # Passes of one true time and noise of half a percent: 22 options, the best of which is luck.
     rng, taken = random.Random(0), 0
+
+    def forward() -> float:
+        return 1.0 + abs(rng.gauss(0.0, 0.005))
+
     options = [LinearLaunch(16, 16, 64, num_stages=n) for n in range(5, 27)]
     for _ in range(100):
-        forward = lambda: 1.0 + abs(rng.gauss(0.0, 0.005))  # noqa: E731
         timed = time_options(PRESENT, options, lambda _: None, forward, lambda: 0.0)
         best = min(timed, key=lambda launch: timed[launch])
         assert timed[best] < timed[PRESENT] or best == PRESENT

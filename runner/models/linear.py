@@ -63,7 +63,7 @@ def _load_w(w_ptr, n, n_end, k, k_end, K: tl.constexpr, EVEN_N: tl.constexpr, EV
 def _widen(w, DTYPE: tl.constexpr):
     """Turn 8-bit weights into the dtype of the input, which holds all their numbers.
 
-    By way of float32: the instruction from float16 to bfloat16 runs at a quarter of the rate.
+    By way of float32: the one instruction from float16 to bfloat16 is of low rate.
     """
     return w.to(tl.float16).to(tl.float32).to(DTYPE)
 
