@@ -82,11 +82,8 @@ def _draw_kind(axes: Axes, title: str, lines: Lines) -> None:
         if known:
             x, y = zip(*known, strict=True)
             axes.scatter(x, y, s=70, marker=marker, color=color, label=label, zorder=3)
-    for i, ms in enumerate(times):
-        at = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "color": "black"}
-        axes.annotate(f"{ms:.2f}", (i, 0), **at)
-    axes.set_xticks(list(places), [str(line["batch"]) for line in lines])
-    axes.set(title=title, xlabel="requests", ylabel="ms a step")
+    axes.set_xticks(list(places), [f"{line['batch']}\n{line['ms']:.2f} ms" for line in lines])
+    axes.set(title=title, xlabel="requests, and what a step of them took", ylabel="ms a step")
     axes.set_ylim(bottom=0)
 
 
