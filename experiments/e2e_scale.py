@@ -3,7 +3,8 @@
     time    a + law, where law = max(bytes / read rate, operations / rate of a matrix product) of
             the target, plus the same of the drafter; a is fitted over an axis: the launch, the
             kernels' own latencies, and the host where the step waits for it. Along K a draft pass
-            has such a latency of its own, so there the fit is a + b * K + law.
+            has such a latency of its own, and along the batch kernels of more rows take longer,
+            though they read the same: there the fit is a + b * K + law or a + b * batch + law.
     memory  what an engine allocates beside the target: KV caches by formula, the rows' tables
             (`state_bytes`) and the weights of a head. Pools of captured graphs stand apart.
 
@@ -235,11 +236,10 @@ def fit_rows(rows: list[dict[str, Any]]) -> None:
         if not own:
             continue
         rest = np.array([row["ms"] - row["law_ms"] for row in own])
-        drafts = np.array([row["num_drafts"] for row in own], dtype=float)
-        a, b = float(np.median(rest)), 0.0
-        if axis.startswith("K") and len(own) > 2:
-            b, a = (float(value) for value in np.polyfit(drafts, rest, 1))
+        a, b, grows = float(np.median(rest)), 0.0, axis.split()[0]  # "K eagle3" is an axis, too
+        if grows in ("batch", "K") and len(own) > 2:
+            b, a = (float(value) for value in np.polyfit([row["value"] for row in own], rest, 1))
+        slope = f" + {b:.3f} ms * {grows}" if b else ""
         for row in own:
-            row["expected_ms"] = a + b * row["num_drafts"] + row["law_ms"]
-            slope = f" + {b:.3f} ms * K" if b else ""
+            row["expected_ms"] = a + b * row["value"] + row["law_ms"]
             row["fit"] = f"{a:.3f} ms{slope} + law"

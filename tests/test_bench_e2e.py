@@ -296,17 +296,15 @@ def test_memory_by_formula_is_what_the_tables_take(store: ModelStore) -> None:
 
 def test_a_fit_gives_back_a_law_that_holds() -> None:
     rows = [
-        {"axis": "K ngram", "status": "measured", "num_drafts": k, "law_ms": 0.5, "ms": 1 + 0.2 * k}
-        for k in (1, 2, 4, 8)
-    ]
-    rows += [
-        {"axis": "batch", "status": "measured", "num_drafts": 4, "law_ms": n, "ms": n + 0.7}
-        for n in (0.1, 0.3, 2.0)
+        {"axis": axis, "status": "measured", "value": n, "law_ms": n**2, "ms": n**2 + a + b * n}
+        for axis, a, b in (("K ngram", 0.5, 0.2), ("batch", 0.7, 0.01), ("context", 0.3, 0.0))
+        for n in (1, 2, 4, 8)
     ]
     fit_rows(rows)
     assert [row["expected_ms"] for row in rows] == pytest.approx([row["ms"] for row in rows])
     assert rows[0]["fit"] == "0.500 ms + 0.200 ms * K + law"
-    assert rows[-1]["fit"] == "0.700 ms + law"
+    assert rows[4]["fit"] == "0.700 ms + 0.010 ms * batch + law"
+    assert rows[8]["fit"] == "0.300 ms + law"
 
 
 def test_an_error_stays_on_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
