@@ -40,14 +40,18 @@ def _tiled(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
 
 def _streamed(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     """Give launches that stream the weight."""
-    block_t, more_t = {160: (128, 32), 320: (256, 64)}.get(limit, (limit, 0))
-    if limit > 160 and shape.eight_bit:
-        block_t, more_t = 128, 32
+    tokens = [{160: (128, 32), 320: (256, 64)}.get(limit, (limit, 0))]
+    if limit > 64 and shape.eight_bit:
+        # Smaller sums leave room for a second program, which widens while the first one multiplies.
+        tokens = [(128, 32), (64, 16)]
     elif limit > 160 and shape.glu:
         return
     rows = (16, 32, 64) if shape.rows < 2048 else (32, 64, 128) if limit <= 64 else (64, 128)
-    for block_n, block_k, splits in itertools.product(rows, (64, 128, 256), (1, 2, 3, 4, 8)):
-        programs = -(-shape.rows // block_n) * splits
+    widths = (64, 128) if limit > 64 and shape.eight_bit else (64,) if limit > 64 else (64, 128, 256)
+    for (block_t, more_t), block_n, block_k, splits in itertools.product(
+        tokens, rows, widths, (1, 2, 3, 4, 8)
+    ):
+        programs = -(-shape.rows // block_n) * splits * -(-limit // (block_t + more_t))
         steps = -(-shape.columns // block_k)
         if splits > 1 and (shape.glu or programs > 560 or steps < 3 * splits):
             continue
@@ -59,7 +63,7 @@ def _streamed(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
         num_stages = min(6, -(-steps // splits) + 1, _SHARED_BYTES // 2 // stage)
         if num_stages < 3 and limit > 64:
             num_stages = min(4, _SHARED_BYTES // stage)
-        if num_stages < 3 or (limit > 64 and block_k > 64):
+        if num_stages < 3:
             continue
         num_warps = 8 if block_n * (block_t + more_t) >= 128 * 64 else 4
         yield LinearLaunch(block_t, block_n, block_k, splits, num_warps, num_stages, 0, more_t)
