@@ -15,6 +15,7 @@ A line of JSON a measurement is appended to `--out`.
 import argparse
 import dataclasses
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,13 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
-from experiments.e2e_cases import SHAPE_SETS, Case
+from experiments.e2e_cases import SHAPE_SETS, Case, ModelShape
 from experiments.e2e_floors import floor_ms, measure_ceilings, step_cost
 from experiments.e2e_models import ModelStore
 from experiments.e2e_run import make_load, measure, running
 from experiments.provenance import collect_provenance
 from runner.loader import resolve_device, resolve_dtype
+from runner.models.linear_choices import choose_linear
+from runner.models.linear_launch import LinearShape
 from runner.tensor_parallel import TensorParallel
 from specdec.config import EngineConfig
 from specdec.parallel.groups import is_first_rank
@@ -37,7 +41,8 @@ from specdec.parallel.launch import launch
 from specdec.parallel.placement import check_host
 from specdec.parallel.tensor_ranks import TensorRanks
 
-_SIZES = (40_960, 1_310_720)  # bytes: hidden states of 5 and of 160 tokens of the 8B shape
+_TOKENS = (5, 160)  # of steps of one request and of 32, K = 4
+_SMALL = 2.0**-110  # numbers that can be doubled a hundred times and more
 _REPLAYS, _BLOCKS = 20, 5
 
 
@@ -65,19 +70,21 @@ class Measurement:
 
 @torch.inference_mode()
 def time_all_reduce(
-    shared: TensorParallel, num_bytes: int, count: int, dtype: torch.dtype, device: torch.device
+    shared: TensorParallel, numel: int, count: int, dtype: torch.dtype, device: torch.device
 ) -> list[float]:
     """Return microseconds of a sum over the ranks, by blocks, rising; all ranks call it alike.
 
     Args:
         shared: the ranks.
-        num_bytes: of each tensor.
+        numel: numbers of each tensor.
         count: sums of one graph; on a CPU they are called one by one.
         dtype, device: of the tensors.
     """
-    tensor = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+    fresh = torch.rand(numel, dtype=dtype, device=device) * _SMALL
+    tensor = torch.empty_like(fresh)
 
     def run() -> None:
+        tensor.copy_(fresh)
         for _ in range(count):
             shared.all_reduce(tensor)
 
@@ -135,6 +142,32 @@ def floor_of(
     return parts | {"floor_ms": sum(parts.values())}
 
 
+def sum_dtype(
+    shape: ModelShape, ranks: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """Return the dtype that hidden states of a step are added up in.
+
+    The sum behind `down` stands for both of a layer. See `runner.models.sharding.RowParallel`.
+
+    Args:
+        shape: of the target.
+        ranks: that share its layers.
+        tokens: of a step.
+        dtype, device: of the weights.
+    """
+    layer = LinearShape(shape.hidden_size, shape.intermediate_size // ranks)
+    is_wide = device.type == "cpu" or choose_linear(layer, tokens, dtype, device) is not None
+    return torch.float32 if is_wide else dtype
+
+
+def nccl_state(device: torch.device) -> dict[str, Any] | None:
+    """Return NCCL's version and what the environment tells it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    told = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    return {"version": list(nccl.version()), "environment": told}
+
+
 def measure_rank(task: Measurement, out: str) -> None:
     """Measure on this rank; the first one writes."""
     config = EngineConfig(device=task.device, tensor_parallel_size=task.ranks)
@@ -144,15 +177,17 @@ def measure_rank(task: Measurement, out: str) -> None:
     dtype = resolve_dtype("bfloat16" if device.type == "cuda" else "float32", device)
     shapes, case = SHAPE_SETS[task.shapes], Case(task.model, task.drafter, task.batch)
     shape = shapes.models[task.model]
-    sums: dict[str, list[float]] = {}
+    sums, sum_us = [], 0.0
     if ranks.tensor_parallel is not None:
-        own = task.batch * (case.num_drafts + 1) * shape.hidden_size * dtype.itemsize
-        for num_bytes in sorted({*_SIZES, own}):
-            given = num_bytes, 2 * shape.num_layers, dtype, device
-            sums[str(num_bytes)] = time_all_reduce(ranks.tensor_parallel, *given)
-        sum_us = sums[str(own)][len(sums[str(own)]) // 2]
-    else:
-        sum_us = 0.0
+        tokens = task.batch * (case.num_drafts + 1)
+        own = tokens, sum_dtype(shape, task.ranks, tokens, dtype, device)
+        for tokens, summed in dict.fromkeys([*((n, dtype) for n in _TOKENS), own]):
+            numel, count = tokens * shape.hidden_size, 2 * shape.num_layers
+            times = time_all_reduce(ranks.tensor_parallel, numel, count, summed, device)
+            num_bytes = numel * summed.itemsize
+            sums.append({"tokens": tokens, "bytes": num_bytes, "us": times})
+            if (tokens, summed) == own:
+                sum_us = times[len(times) // 2]
     rates = measure_ceilings(device, dtype)
     with tempfile.TemporaryDirectory() as folder:
         store = ModelStore(shapes, dtype, device, Path(folder))
@@ -165,7 +200,8 @@ def measure_rank(task: Measurement, out: str) -> None:
             line = measure(engine, load, task.repeats)
     if not is_first_rank():
         return
-    line |= dataclasses.asdict(task) | {"sum_us": sums, "read_gb_per_s": rates["read_gb_per_s"]}
+    line |= dataclasses.asdict(task) | {"sums": sums, "read_gb_per_s": rates["read_gb_per_s"]}
+    line["nccl"] = nccl_state(device)
     line |= floor_of(task, line["context"], dtype.itemsize, rates, sum_us)
     line["provenance"] = collect_provenance("benchmarks/multi_gpu_shared.py", 0, device, dtype)
     with Path(out).open("a", encoding="utf-8") as file:

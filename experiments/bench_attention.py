@@ -145,7 +145,8 @@ def time_us(calls: Sequence[Callable[[], Any]]) -> float:
         call()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # A thread of process groups, where there are any, asks for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
     for _ in range(3):

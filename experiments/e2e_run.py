@@ -369,7 +369,8 @@ def time_forward(
         return _sorted_ms(run, model.device, num_calls=2)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    # A thread of process groups, where there are any, asks for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         logits = run()
     found = _sorted_ms(graph.replay, model.device, num_calls)
     del logits, graph

@@ -47,7 +47,7 @@ def _streamed(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     elif limit > 160 and shape.glu:
         return
     rows = (16, 32, 64) if shape.rows < 2048 else (32, 64, 128) if limit <= 64 else (64, 128)
-    widths = (64, 128) if limit > 64 and shape.eight_bit else (64,) if limit > 64 else (64, 128, 256)
+    widths = (64, 128, 256) if limit <= 64 else (64, 128) if shape.eight_bit else (64,)
     for (block_t, more_t), block_n, block_k, splits in itertools.product(
         tokens, rows, widths, (1, 2, 3, 4, 8)
     ):

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,25 @@ class ModelShape:
             found.append(LinearShape(self.hidden, 3 * self.hidden))
             found.append(LinearShape(self.draft_vocab, self.hidden))
         return found
+
+    def share(self, ranks: int) -> "ModelShape":
+        """Return what one of so many ranks has of it; a head for it runs whole on every rank.
+
+        Raises:
+            ConfigError: the query heads or the inner width cannot be divided.
+        """
+        if ranks < 1 or self.heads % ranks or self.ffn % ranks:
+            raise ConfigError(
+                f"ranks={ranks} is not allowed; give a divisor of {self.heads} heads and {self.ffn}"
+            )
+        return replace(
+            self,
+            ffn=self.ffn // ranks,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            vocab=-(-self.vocab // ranks),
+            draft_vocab=0 if ranks > 1 else self.draft_vocab,
+        )
 
 
 SHIPPED_MODELS = {
@@ -400,10 +419,13 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure and write."""
-    arguments = tuning_parser("Choose how linear layers are computed.").parse_args()
+    parser = tuning_parser("Choose how linear layers are computed.")
+    parser.add_argument("--ranks", type=int, default=1, help="that share the layers")
+    arguments = parser.parse_args()
     try:
         device, dtype, own = resolve_gpu(arguments)
         models = wanted_models(arguments.models, arguments.target)
+        models = {name: shape.share(arguments.ranks) for name, shape in models.items()}
         limits = wanted_limits(arguments.limits)
         earlier = None if arguments.out else read_earlier(own)
     except SpecdecError as error:

@@ -348,7 +348,10 @@ class Engine:
             self._read_down_to(0 if drained else self.max_steps_in_flight - 1, increments)
         except BaseException as error:
             self._pending = increments
-            self._start_over()
+            if self._ranks.is_alone:
+                self._start_over()
+            # Of several ranks none goes further. A sum on the device may wait for one that has
+            # ended, and to wait for what is in flight would take as long.
             self._ranks.fail(error)
             raise
         return increments

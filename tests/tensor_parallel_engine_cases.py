@@ -386,19 +386,24 @@ def _captured() -> str:
 
 
 def _failed() -> list[str]:
-    """Let a step fail on both ranks before they meet, and ask for another."""
-    engine = _engine()
+    """Let a step fail on both ranks before they meet, ask for another, and end the request."""
+    engine = _engine(max_steps_in_flight=2)
     engine.add_request("0", PROMPTS[0], SamplingParams(temperature=0, max_tokens=4))
+    engine.step()
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("planted")
 
-    engine.runner.execute_model = fail
+    def wait() -> None:
+        told.append("waited for the device, where a sum may wait for a rank that has ended")
+
+    engine.runner.execute_model, engine.runner.abandon_steps = fail, wait
     told = []
     try:
         engine.step()
     except ZeroDivisionError as error:
         told.append(str(error))
+    engine.discard("0")
     return [*told, _refused(engine.step)]
 
 

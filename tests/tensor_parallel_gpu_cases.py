@@ -1,7 +1,8 @@
 """What the ranks of the GPU tests of tensor parallelism run: functions for `launch`."""
 
 import faulthandler
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,23 @@ def gpu_checks(folder: str, device: str = "cuda") -> None:
     """
     global _device
     _device = device
-    faulthandler.dump_traceback_later(540, exit=True)
+    faulthandler.dump_traceback_later(240, exit=True)
     saved = save_models(Path(folder) / f"rank{this_rank()}")
-    found = {
-        "drafters": {
-            f"{name}, {scope}": _compare(saved[name], SCOPES[scope]) for name, scope in CASES
-        },
-        "launches": _compare(saved["eagle3"], LAUNCHES),
-        "steady": _steady(saved["eagle3"]),
-        "blocks": _blocks(),
-        "planted": _planted(),
-        "goodput": _goodput(saved["eagle3"]),
-    }
-    leave(folder, found)
+    found: dict[str, Any] = {"drafters": {}}
+
+    def keep(into: dict[str, Any], name: str, check: Callable[..., Any], *args: Any) -> None:
+        # What comes first is told and kept: a check that hangs takes nothing else with it.
+        print(f"rank {this_rank()}: {name}", file=sys.stderr, flush=True)
+        into[name] = check(*args)
+        leave(folder, found)
+
+    for name, scope in CASES:
+        keep(found["drafters"], f"{name}, {scope}", _compare, saved[name], SCOPES[scope])
+    keep(found, "launches", _compare, saved["eagle3"], LAUNCHES)
+    keep(found, "steady", _steady, saved["eagle3"])
+    keep(found, "blocks", _blocks)
+    keep(found, "goodput", _goodput, saved["eagle3"])
+    keep(found, "planted", _planted)  # which ends the engines of both
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -211,6 +211,17 @@ def test_a_cpu_and_float32_take_the_library() -> None:
     assert choose_linear(shape, 5, torch.float32, torch.device("cuda")) is None
 
 
+def test_a_rank_has_its_share_of_a_layer() -> None:
+    shapes = SHIPPED_MODELS["llama-8b"].share(2).shapes()
+    sizes = [(6144 // 2, 4096), (4096, 2048), (7168, 4096), (4096, 7168), (128256 // 2, 4096)]
+    assert [(shape.rows, shape.columns) for shape in shapes] == sizes
+    assert SHIPPED_MODELS["llama-8b"].share(1) == SHIPPED_MODELS["llama-8b"]
+    assert SHIPPED_MODELS["llama-8b"].share(16).kv_heads == 1  # ranks then have copies of them
+    for ranks in (0, 2):
+        with pytest.raises(ConfigError, match=f"ranks={ranks} is not allowed; give a divisor of 9"):
+            SHIPPED_MODELS["smollm2-135m"].share(ranks)
+
+
 def test_candidates_fit_the_device_and_cover_every_shape() -> None:
     for model in SHIPPED_MODELS.values():
         for shape in model.shapes():

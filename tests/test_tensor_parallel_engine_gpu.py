@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.parallel.launch import RankFailedError, launch
-from tests.parallel_cases import read
+from tests.rank_pairs import shared_pair
 from tests.tensor_parallel_engine_cases import die_in_generate
 from tests.tensor_parallel_gpu_cases import CASES, gpu_checks
 
@@ -22,11 +22,7 @@ SECONDS_TO_END = 20  # of a job, once one of its ranks died
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each rank of one pair saw."""
-    folder = tmp_path_factory.mktemp("two_gpus")
-    launch(gpu_checks, 2, (str(folder),))
-    ranks = read(folder)
-    assert len(ranks) == 2
-    return ranks
+    return shared_pair(tmp_path_factory, "two_gpus", lambda f: launch(gpu_checks, 2, (str(f),)))
 
 
 @pytest.mark.parametrize("name", [f"{name}, {scope}" for name, scope in CASES])
