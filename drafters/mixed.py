@@ -249,7 +249,8 @@ class MixedDrafter(DrafterBase):
             return self._order.expand(ctx.num_reqs, -1)
         rows, every = ctx.idx_mapping.long().clamp(min=0), self.config.explore_every
         scores, turns = self._accepted[rows], self._turns[rows]
-        scatter_rows(self._turns, ctx.idx_mapping, turns + 1)
+        # A chunk of a prompt has no turn: whether one is proposed behind depends on its neighbours.
+        scatter_rows(self._turns, ctx.idx_mapping, turns + ctx.samples)
         if every == 0:
             return scores
         has_turn = (turns % every == every - 1)[:, None]

@@ -1,5 +1,6 @@
 """What a caller asks for, checked, and the samples that it becomes."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -52,6 +53,8 @@ class Admission:
             self.num_speculative_tokens,
             self.tokenizer is not None,
         )
+        # What the caller changes later is meant for other requests.
+        params = copy.deepcopy(params)
         text, token_ids = self._reader.read(prompt)
         structure = params.structured_outputs
         grammar = None if structure is None else self.grammars.compile(structure)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -99,20 +100,22 @@ class LLM:
                 self.engine.add_request(name, prompt, params[i], label)
                 own.add(name)
             while len(outputs) < len(names):
-                for increment in self.engine.step():
+                increments = self.engine.step()
+                foreign += [i for i in increments if i.request_id not in own]
+                for increment in increments:
                     if increment.request_id not in own:
-                        foreign.append(increment)
                         continue
                     if on_increment is not None:
                         on_increment(increment)
                     if increment.output is not None:
                         outputs[increment.request_id] = increment.output
         finally:
-            for name in self.engine.unfinished_ids & own:
-                self.engine.discard(name)
-            for name in own - outputs.keys():  # ended by `abort`, and no step told of it
-                self.engine.take_back(name)
-            self.engine.put_back(foreign)
+            with ExitStack() as cleanup:  # all of it, whatever a drafter does at a text's end
+                cleanup.callback(self.engine.put_back, foreign)
+                for name in own - outputs.keys():  # ended by `abort`, and no step told of it
+                    cleanup.callback(self.engine.take_back, name)
+                for name in self.engine.unfinished_ids & own:
+                    cleanup.callback(self.engine.discard, name)
         return [outputs[name] for name in names]
 
 

@@ -14,8 +14,9 @@ from specdec.outcomes import (
 from specdec.request import Request
 from specdec.types import Increment
 
-# Ends a sample, given the new tokens that it had before the step, and what is left of its run.
-Finish = Callable[[Request, int, Trimmed], Increment]
+# Ends a sample, given the new tokens that it had before the step, what is left of its run, and the
+# list that its increment goes to.
+Finish = Callable[[Request, int, Trimmed, list[Increment]], None]
 
 
 class Delivery:
@@ -30,15 +31,21 @@ class Delivery:
         self._width = num_speculative_tokens + 1
         self._eos_token_ids = eos_token_ids
 
-    def append(self, outcomes: Outcomes, must_trim: list[bool], finish: Finish) -> list[Increment]:
+    def append(
+        self,
+        outcomes: Outcomes,
+        must_trim: list[bool],
+        finish: Finish,
+        increments: list[Increment],
+    ) -> None:
         """Append what a step sampled; an increment for each sample that got tokens.
 
         Args:
             outcomes: of the step.
             must_trim: whether a run may end its text whatever its tokens are.
             finish: called for each sample whose text ended.
+            increments: added to, each as soon as its sample has the tokens.
         """
-        increments: list[Increment] = []
         width = self._width
         for request, verifies, run, num_sampled, num_judged, trims in zip(
             *outcomes, must_trim, strict=True
@@ -52,7 +59,7 @@ class Delivery:
             # Nothing else ends a text: of any other run `trim` would keep all.
             if trims or dead_end is not None or not request.end_token_ids.isdisjoint(run):
                 counts = (num_sampled, num_judged) if verifies else None
-                increments.append(self._trim(request, run, counts, dead_end, finish))
+                self._trim(request, run, (counts, dead_end), finish, increments)
                 continue
             detokenizer = request.detokenizer
             start = len(detokenizer.token_ids)
@@ -63,25 +70,26 @@ class Delivery:
             increments.append(
                 Increment(request.request_id, run, detokenizer, start, request.sample_index)
             )
-        return increments
 
     def _trim(
         self,
         request: Request,
         run: list[int],
-        counts: tuple[int, int] | None,
-        dead_end: str | None,
+        outcome: tuple[tuple[int, int] | None, str | None],
         finish: Finish,
-    ) -> Increment:
+        increments: list[Increment],
+    ) -> None:
         """Append a run that may hold the end of its text.
 
         Args:
             request: whose it is.
             run: what is left of it inside the request's grammar.
-            counts: num_sampled and num_judged of a verification.
-            dead_end: why the text cannot go on behind the run, None where it can.
+            outcome: num_sampled and num_judged of a verification, and why the text cannot go on
+                behind the run; None where it was none, and where it can.
             finish: called where the text ended.
+            increments: added to.
         """
+        counts, dead_end = outcome
         detokenizer, params = request.detokenizer, request.params
         start = len(detokenizer.token_ids)
         room = request.max_total_len - len(request.token_ids)
@@ -94,8 +102,11 @@ class Delivery:
             num_judged, num_accepted = judged(*counts, len(kept), trimmed.finish_reason)
             count_outcome(request.stats, len(kept), num_judged, num_accepted)
         if trimmed.finish_reason is not None:
-            return finish(request, start, trimmed)
-        return Increment(request.request_id, kept, detokenizer, start, request.sample_index)
+            finish(request, start, trimmed, increments)
+            return
+        increments.append(
+            Increment(request.request_id, kept, detokenizer, start, request.sample_index)
+        )
 
 
 def deliver_logprobs(

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -28,8 +28,9 @@ from specdec.errors import ConfigError
 from specdec.grammar_steps import GrammarSteps
 from specdec.host_drafts import HostDrafts, steps_in_flight
 from specdec.intake import Prompt
+from specdec.interrupts import InterruptShield
 from specdec.kv_cache import BlockAllocator
-from specdec.launches import steps_per_launch
+from specdec.launches import LaunchInFlight, steps_per_launch
 from specdec.outcomes import Outcomes, as_seen_by_policy, trace_outcomes
 from specdec.parallel.tensor_ranks import TensorRanks
 from specdec.planning import Planner
@@ -37,24 +38,12 @@ from specdec.registry import build_config
 from specdec.request import Request
 from specdec.samples import RequestGroup
 from specdec.sampling_setup import make_sampler
-from specdec.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from specdec.scheduler import Scheduler, SchedulerConfig
 from specdec.step_times import StepClock, step_line
 from specdec.trace import StepTrace
 from specdec.types import Increment, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A launch whose outcomes were not read yet: a step, or several that are alike."""
-
-    handle: StepHandle
-    scheduled: ScheduledStep
-    step: int  # the next one that is read
-    started: float
-    num_steps: int
-    seconds: float = 0.0  # of a step, once the first was read
 
 
 class Engine:
@@ -194,11 +183,11 @@ class Engine:
             k,
         )
         self._groups: dict[str, RequestGroup] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[LaunchInFlight] = deque()
         self._pending: list[Increment] = []
         self._empty_steps: deque[StepHandle] = deque()
         self.num_steps = 0  # enqueued so far, empty ones not counted
-        self._clock = StepClock()
+        self._clock, self._shield = StepClock(), InterruptShield()
         self._ranks.compare_choices(self.runner)
 
     def _make_runner(self, max_num_reqs: int, target: LoadedTarget) -> ModelRunner:
@@ -269,10 +258,11 @@ class Engine:
 
     def enqueue(self, group: RequestGroup) -> None:
         """Queue a request that was admitted."""
-        for request in group.samples:
-            self.scheduler.add(request)
-            self._grammars.add(request)
-        self._groups[group.samples[0].request_id] = group
+        with self._shield:
+            for request in group.samples:
+                self.scheduler.add(request)
+                self._grammars.add(request)
+            self._groups[group.samples[0].request_id] = group
 
     def abort(self, request_id: str) -> None:
         """End a request; its increment with finish_reason "abort" comes with the next step.
@@ -280,7 +270,7 @@ class Engine:
         Raises:
             ConfigError: no unfinished request has that id.
         """
-        self._pending += self._end(request_id)
+        self._end(request_id, self._pending)
 
     def discard(self, request_id: str) -> Increment:
         """End a request at once; its last increment is returned here and comes with no step.
@@ -288,21 +278,30 @@ class Engine:
         Raises:
             ConfigError: no unfinished request has that id.
         """
-        return self._end(request_id)[-1]
+        increments: list[Increment] = []
+        ended = self._end(request_id, increments)
+        # A step that failed may have left increments that were not handed out.
+        self._pending = [i for i in self._pending if (i.request_id, i.sample_index) not in ended]
+        return increments[-1]
 
-    def _end(self, request_id: str) -> list[Increment]:
-        """End every sample of a request that goes on; the last increment holds its output."""
+    def _end(self, request_id: str, increments: list[Increment]) -> set[tuple[str, int]]:
+        """End every sample of a request that goes on; returns which.
+
+        Args:
+            request_id: of the request.
+            increments: added to; the last one holds the output.
+        """
         group = self._groups.get(request_id)
         if group is None:
             raise ConfigError(f"no unfinished request has the id {request_id!r}")
         self._ranks.note_end(request_id)
-        # A step that failed may have left increments that were not handed out.
-        ended = {(request_id, request.sample_index) for request in group.unfinished}
-        self._pending = [i for i in self._pending if (i.request_id, i.sample_index) not in ended]
-        return [
-            self._finish(request, len(request.detokenizer.token_ids), Trimmed([], "abort"))
-            for request in group.unfinished
-        ]
+        ended = group.unfinished
+        with self._shield:
+            for request in ended:
+                start = len(request.detokenizer.token_ids)
+                self._finish(request, start, Trimmed([], "abort"), increments)
+        self._host_drafts.tell_ended()
+        return {(request_id, request.sample_index) for request in ended}
 
     def take_back(self, request_id: str) -> None:
         """Forget increments of a request that no step has handed out."""
@@ -339,21 +338,24 @@ class Engine:
         at once, in order.
         """
         self._ranks.check_alive()
+        with self._shield:
+            try:
+                if self._in_flight and self._grammars.need_outcomes:
+                    self.runner.graphs.launches["waits for a grammar"] += 1
+                    self._read_down_to(0)
+                drained = not self._enqueue()
+                self._read_down_to(0 if drained else self.max_steps_in_flight - 1)
+                if not self.scheduler.has_requests:  # what is in flight is nobody's
+                    self._read_down_to(0)
+                self._host_drafts.tell_ended()
+            except BaseException as error:
+                if self._ranks.is_alone:
+                    self._start_over()
+                # Of several ranks none goes further. A sum on the device may wait for one that has
+                # ended, and to wait for what is in flight would take as long.
+                self._ranks.fail(error)
+                raise
         increments, self._pending = self._pending, []
-        try:
-            if self._in_flight and self._grammars.need_outcomes:
-                self.runner.graphs.launches["waits for a grammar"] += 1
-                self._read_down_to(0, increments)
-            drained = not self._enqueue()
-            self._read_down_to(0 if drained else self.max_steps_in_flight - 1, increments)
-        except BaseException as error:
-            self._pending = increments
-            if self._ranks.is_alone:
-                self._start_over()
-            # Of several ranks none goes further. A sum on the device may wait for one that has
-            # ended, and to wait for what is in flight would take as long.
-            self._ranks.fail(error)
-            raise
         return increments
 
     def run_empty_step(self) -> None:
@@ -372,17 +374,17 @@ class Engine:
         while len(self._empty_steps) > num_in_flight:
             self._empty_steps.popleft().output.wait()
 
-    def _read_down_to(self, num_in_flight: int, increments: list[Increment]) -> None:
-        """Read launches, the oldest first, until so many are left; adds to `increments`."""
+    def _read_down_to(self, num_in_flight: int) -> None:
+        """Read launches, the oldest first, until so many are left."""
         while len(self._in_flight) > num_in_flight:
-            # An interrupt nearly always comes while waiting: the step must still be there then.
-            output = self._in_flight[0].handle.output.wait()
+            with self._shield.lifted():
+                output = self._in_flight[0].handle.output.wait()
             flight = self._in_flight.popleft()
-            increments += self._read(flight, output)
+            self._read(flight, output)
             if flight.num_steps > 1:
                 for later in flight.handle.later:
                     flight.step += 1
-                    increments += self._read(flight, later.wait())
+                    self._read(flight, later.wait())
 
     def _enqueue(self) -> bool:
         """Schedule and enqueue a step; returns whether more may be enqueued before one is read."""
@@ -399,11 +401,13 @@ class Engine:
             self._grammars.stage(scheduled)
             self._settle_empty_steps()
             num_steps, timed = schedule.num_steps, self.trace is not None
-            if num_steps == 1:
-                handle = self.runner.execute_model(plan, timed=timed)
-            else:
-                handle = self.runner.execute_steps(plan, num_steps, timed=timed)
-            self._in_flight.append(_InFlight(handle, scheduled, self.num_steps, started, num_steps))
+            with self._shield.lifted():
+                if num_steps == 1:
+                    handle = self.runner.execute_model(plan, timed=timed)
+                else:
+                    handle = self.runner.execute_steps(plan, num_steps, timed=timed)
+            launch = LaunchInFlight(handle, scheduled, self.num_steps, started, num_steps)
+            self._in_flight.append(launch)
             self.num_steps += num_steps
         return scheduled is not None and not schedule.must_drain
 
@@ -428,7 +432,7 @@ class Engine:
         self.runner.abandon_steps()
         self._planner.forget()
 
-    def _read(self, flight: _InFlight, output: StepOutput) -> list[Increment]:
+    def _read(self, flight: LaunchInFlight, output: StepOutput) -> None:
         """Commit a step's outcome to the requests that still own their rows."""
         self._ranks.note_step(flight.step, flight.handle, output)
         scheduled = flight.scheduled
@@ -453,7 +457,9 @@ class Engine:
         outcomes = Outcomes(
             requests, verifies, tokens.tolist(), num_sampled.tolist(), num_judged.tolist()
         )
-        increments = self._delivery.append(outcomes, must_trim.tolist(), self._finish)
+        first = len(self._pending)
+        self._delivery.append(outcomes, must_trim.tolist(), self._finish, self._pending)
+        increments = self._pending[first:]
         if output.logprobs is not None or output.prompts:
             deliver_logprobs(output, scheduled.requests, set(requests), increments)
         seconds = flight.seconds or self._clock.read(flight.started) / flight.num_steps
@@ -468,15 +474,17 @@ class Engine:
             lengths = scheduled.num_verified, scheduled.num_drafted, flight.num_steps
             line = step_line(flight.step, flight.handle, seconds, num_committed, flight.num_steps)
             self.trace.add_step((*line, *lengths))
-        return increments
 
-    def _finish(self, request: Request, start: int, trimmed: Trimmed) -> Increment:
+    def _finish(
+        self, request: Request, start: int, trimmed: Trimmed, increments: list[Increment]
+    ) -> None:
         """Free what a sample holds; the last one brings the output.
 
         Args:
             request: the sample.
             start: its new tokens before this step.
             trimmed: what this step added, and why it ended.
+            increments: added to.
         """
         self.scheduler.remove(request)
         self._grammars.remove(request)
@@ -487,12 +495,5 @@ class Engine:
         output = group.end_sample(request, trimmed)
         if output is not None:
             del self._groups[name]
-        return Increment(
-            name,
-            trimmed.token_ids,
-            request.detokenizer,
-            start,
-            request.sample_index,
-            trimmed.finish_reason,
-            output,
-        )
+        told = trimmed.token_ids, request.detokenizer, start, request.sample_index
+        increments.append(Increment(name, *told, trimmed.finish_reason, output))

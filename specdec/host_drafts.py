@@ -6,7 +6,7 @@ verify in it: nothing that was asked for an earlier owner of a row can reach a l
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -65,6 +65,7 @@ class HostDrafts:
         self._launches, self._vocab_size, self._agree = launches, vocab_size, agree
         self._requests: dict[Request, HostRequest] = {}
         self._proposed: dict[Request, list[int]] = {}  # for the step at hand
+        self._ended: deque[HostRequest] = deque()  # of which the drafter does not know yet
 
     def propose(self) -> None:
         """Ask for the drafts of every request that can verify some in the next step.
@@ -121,12 +122,16 @@ class HostDrafts:
         return drafts
 
     def end(self, request: Request) -> None:
-        """Hand over a text that ended."""
+        """Take in that a text ended; `tell_ended` tells the drafter."""
         if self.enabled:
-            ended = self._of(request)
+            self._ended.append(self._of(request))
             self._requests.pop(request)
             self._proposed.pop(request, None)
-            self._drafter.end_request(ended)
+
+    def tell_ended(self) -> None:
+        """Hand over the texts that ended, each once: a drafter may fail over one."""
+        while self._ended:
+            self._drafter.end_request(self._ended.popleft())
 
     def _of(self, request: Request) -> HostRequest:
         """Return what stands for a request, the same object each time."""

@@ -1,14 +1,29 @@
 """How many steps the launches of an engine may hold: one, unless nothing needs the host between."""
 
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
+from runner.async_output import StepHandle
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.log import warn_once
 from specdec.protocols import Drafter
+from specdec.scheduler import ScheduledStep
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LaunchInFlight:
+    """A launch whose outcomes were not read yet: a step, or several that are alike."""
+
+    handle: StepHandle
+    scheduled: ScheduledStep
+    step: int  # the next one that is read
+    started: float
+    num_steps: int
+    seconds: float = 0.0  # of a step, once the first was read
 
 
 class LengthPolicy(Protocol):

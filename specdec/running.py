@@ -80,6 +80,11 @@ class RunningTable:
         self.num_removed += 1
         self._resize(num_columns - 1)
 
+    def clear(self) -> None:
+        """Drop all columns."""
+        self.num_removed += 1
+        self._resize(0)
+
     def _resize(self, num_columns: int) -> None:
         for name, values in zip(_FIELDS, self._columns, strict=True):
             setattr(self, name, values[:num_columns])

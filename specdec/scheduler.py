@@ -340,8 +340,13 @@ class Scheduler:
     def preempt_all(self) -> list[Request]:
         """Send every running request back to wait, first come first; returns them."""
         running = list(self.running)
-        for request in reversed(running):
-            self._preempt(request)
+        for request in running:
+            self.blocks.free(request.block_ids)
+            request.stats.num_preemptions += 1
+        self.waiting.extendleft(reversed(running))
+        self.running.clear()
+        self.table.clear()
+        self._steady = None
         return running
 
     def _leave(self, column: int) -> None:

@@ -73,9 +73,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check every type and range; see the class docstring."""
         check_types(type(self), vars(self), "sampling parameter")
-        # Below that a float32 logit divided by it may overflow.
-        small_or_huge = self.temperature != 0 and not 1e-5 <= self.temperature < float("inf")
-        _check(not small_or_huge, "temperature", self.temperature, "0, or a number >= 1e-5")
+        # Below 1e-5 a float32 logit divided by it may overflow, and 1e39 is none in float32.
+        small_or_huge = self.temperature != 0 and not 1e-5 <= self.temperature <= 1e30
+        _check(not small_or_huge, "temperature", self.temperature, "0, or a number in [1e-5, 1e30]")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _check(self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for all tokens")
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer >= 1")

@@ -122,7 +122,7 @@ def run_steps(engine: Engine, num_steps: int) -> None:
     """Enqueue at least so many steps, and read all that was enqueued."""
     while engine.num_steps < num_steps:
         engine.step()
-    engine._read_down_to(0, [])
+    engine._read_down_to(0)
 
 
 def rows_and_kv(engine: Engine) -> dict[str, Tensor]:

@@ -213,6 +213,7 @@ WRONG_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature=-0.1"),
     ({"temperature": float("nan")}, "temperature=nan"),
     ({"temperature": float("inf")}, "temperature=inf"),
+    ({"temperature": 1e39}, "temperature=1e+39"),
     ({"temperature": 1e-30}, "temperature=1e-30"),
     ({"temperature": "hot"}, "temperature='hot'"),
     ({"top_p": 0.0}, "top_p=0.0"),

@@ -22,7 +22,7 @@ from specdec.protocols import (
 )
 from specdec.registry import register_drafter
 from tests.draft_cases import PADDING, VERIFY, DraftCase, DraftSizes
-from tests.models import scripted_model, tiny_model, tiny_target
+from tests.models import random_prompts, scripted_model, tiny_model, tiny_target
 from tests.schedules import draw_schedule, run_schedule
 from tests.test_graph_scopes import SCOPES, SIZES, autoregressive
 
@@ -213,6 +213,28 @@ def test_exploration_finds_that_a_child_became_better_and_nothing_else_does(
     assert set(last) == ({0} if explore_every == 0 else {0, 1})
     if explore_every:
         assert last.count(1) > last.count(0)
+
+
+def test_whose_turn_it_is_does_not_depend_on_neighbours() -> None:
+    narrow = tiny_target(tiny_model("llama", vocab_size=17))
+    skipping = {"name": "layer_skip", "num_layers": 2}
+    config = mixed("ngram", skipping, policy="best", explore_every=2)
+    texts, neighbour = [], SamplingParams(temperature=0, max_tokens=20)
+    for alone in (True, False):
+        # A neighbour takes a place in the first step, and its prompt cuts the other one in two.
+        for seed in range(6):
+            engine = Engine(
+                narrow, config, "rejection", K, max_model_len=64, max_num_batched_tokens=40
+            )
+            if not alone:
+                engine.add_request("neighbour", [1] * 20, neighbour)
+            (prompt,) = random_prompts((30,), seed=seed, vocab_size=17)
+            engine.add_request("it", prompt, SamplingParams(seed=seed, max_tokens=24))
+            while "it" in engine.unfinished_ids:
+                for increment in engine.step():
+                    if increment.request_id == "it" and increment.output is not None:
+                        texts.append(increment.output.token_ids)
+    assert texts[:6] == texts[6:]
 
 
 @pytest.mark.parametrize(("seed", "scope"), [*enumerate(SCOPES)])

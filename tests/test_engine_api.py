@@ -133,6 +133,19 @@ def test_second_call_starts_afresh() -> None:
     assert llm.engine.step() == []
 
 
+def test_a_caller_may_change_parameters_for_its_next_request() -> None:
+    llm, (prompt,) = make_llm(verifier="sampled_match"), random_prompts((5,), vocab_size=V)
+    texts = []
+    params = SamplingParams(temperature=0, max_tokens=9, logit_bias={7: -100.0})
+    for temperature in (0, 5):
+        params.temperature, params.seed, params.logit_bias[7] = temperature, 3, -float(temperature)
+        texts.append(llm.generate([prompt], params)[0].token_ids)
+        llm.engine.add_request(str(temperature), prompt, params)
+    outputs = drive(llm.engine)
+    assert [outputs["0"].token_ids, outputs["5"].token_ids] == texts
+    assert texts[0] != texts[1]
+
+
 def test_default_parameters_are_vllms() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 16)

@@ -68,3 +68,5 @@ def test_eos_and_stop_tokens_are_not_drawn_before_the_minimum(
     # Exactly as many new tokens as are asked for may stand before the end.
     assert write(drafter, min_tokens=6).token_ids == STORY
     assert write(drafter, min_tokens=2, stop_token_ids=[STORY[2]]).token_ids == STORY[:3]
+    # More than any text can have is as much as one can.
+    assert EOS not in write(drafter, min_tokens=2**40, max_tokens=2**40).token_ids

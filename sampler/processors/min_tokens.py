@@ -29,7 +29,7 @@ class MinTokens(LogitsProcessorBase):
     """
 
     def __init__(self, setup: ProcessorSetup) -> None:
-        rows, device = setup.max_num_reqs, setup.device
+        rows, device, self._most = setup.max_num_reqs, setup.device, setup.max_model_len
         self._min_tokens = StagedWriteTensor(rows, torch.int32, device)
         # [N, 1 + MAX_STOP_TOKENS]: how many, then the ids.
         self._stop_tokens = StagedWriteTensor((rows, 1 + MAX_STOP_TOKENS), torch.int32, device)
@@ -42,7 +42,7 @@ class MinTokens(LogitsProcessorBase):
 
     def add_request(self, row: int, params: SamplingParams, context: RequestContext) -> bool:
         """Stage the minimum, and the stop tokens where there is one."""
-        self._min_tokens.stage_write(row, 0, params.min_tokens)
+        self._min_tokens.stage_write(row, 0, min(params.min_tokens, self._most))
         banned = stop_tokens(params, context)
         if params.min_tokens == 0 or not banned:
             self._stop_tokens.stage_write(row, 0, 0)
