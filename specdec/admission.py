@@ -1,7 +1,6 @@
 """What a caller asks for, checked, and the samples that it becomes."""
 
 import copy
-import itertools
 from typing import Any
 
 from runner.loader import LoadedTarget, eos_token_ids
@@ -41,7 +40,7 @@ class Admission:
         self.grammars = GrammarBackend(
             target.tokenizer, target.model.vocab_size, self.eos_token_ids
         )
-        self._arrivals = itertools.count()
+        self._num_admitted = 0
 
     def build(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, label: Any
@@ -58,11 +57,10 @@ class Admission:
         text, token_ids = self._reader.read(prompt)
         structure = params.structured_outputs
         grammar = None if structure is None else self.grammars.compile(structure)
-        arrival = next(self._arrivals)
         # Unseeded requests get a seed from the engine's own and their arrival: recorded.
         seed = params.seed
         if seed is None:
-            seed = _as_int64(self.config.seed * 1_000_003 + arrival)
+            seed = _as_int64(self.config.seed * 1_000_003 + self._num_admitted)
         end_token_ids = frozenset(params.stop_token_ids or ()).union(
             () if params.ignore_eos else self.eos_token_ids
         )
@@ -87,6 +85,10 @@ class Admission:
             for sample_index in range(params.n)
         ]
         return RequestGroup(samples)
+
+    def count(self) -> None:
+        """Count the request that was built last; one that is refused for its size is none."""
+        self._num_admitted += 1
 
     def _draft_budget(self, params: SamplingParams) -> int:
         budget, most = params.num_speculative_tokens, self.num_speculative_tokens

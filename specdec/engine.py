@@ -92,13 +92,11 @@ class Engine:
         self._processors = [
             build_config("logits_processor", spec) for spec in config.logits_processors
         ]
-        if not isinstance(num_speculative_tokens, int) or num_speculative_tokens < 0:
-            raise ConfigError(
-                f"num_speculative_tokens={num_speculative_tokens!r} is not allowed; "
-                f"give an integer >= 0"
-            )
+        k = num_speculative_tokens
+        if not isinstance(k, int) or isinstance(k, bool) or k < 0:
+            raise ConfigError(f"num_speculative_tokens={k!r} is not allowed; give an integer >= 0")
         never_drafts = getattr(drafter_entry.cls, "never_drafts", False)
-        self.num_speculative_tokens = 0 if never_drafts else num_speculative_tokens
+        self.num_speculative_tokens = 0 if never_drafts else k
         config.check(self.num_speculative_tokens)
         self._ranks = TensorRanks(config)
         self.config = config = self._ranks.config
@@ -253,6 +251,7 @@ class Engine:
         first = group.samples[0]
         self._sampler.check_request(first.params, first.token_ids)
         self.scheduler.check(first)  # all samples are of one size
+        self._admission.count()
         self._ranks.note_request(group)
         return group
 

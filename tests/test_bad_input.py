@@ -81,6 +81,7 @@ WRONG_CONFIG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"num_speculative_tokens": -1}, ("num_speculative_tokens=-1", ">= 0")),
     ({"num_speculative_tokens": "4"}, ("num_speculative_tokens='4'", "integer")),
     ({"num_speculative_tokens": 2.0}, ("num_speculative_tokens=2.0", "integer")),
+    ({"num_speculative_tokens": True}, ("num_speculative_tokens=True", "integer")),
     ({"drafter": "ngrm"}, ("unknown drafter 'ngrm'", "did you mean 'ngram'", "oracle")),
     ({"drafter": "no_such_package:Mine"}, ("'no_such_package:Mine'", "cannot import")),
     ({"drafter": ":"}, ("drafter ':'", "cannot import")),
@@ -265,6 +266,13 @@ def test_draft_budget_above_the_engines_is_refused() -> None:
     llm = make_llm(num_speculative_tokens=3)
     params = SamplingParams(num_speculative_tokens=4)
     refused(ConfigError, lambda: llm.generate("x", params), "num_speculative_tokens=4", "3")
+
+
+def test_a_refused_request_changes_nobodys_seed() -> None:
+    one, other = (make_llm(num_kv_blocks=2, block_size=8) for _ in range(2))
+    refused(CapacityError, lambda: other.generate("x", SamplingParams(max_tokens=20)), "KV blocks")
+    few = SamplingParams(max_tokens=4)
+    assert other.generate("x", few)[0].seed == one.generate("x", few)[0].seed
 
 
 def test_kv_cache_too_small_for_a_request_is_refused() -> None:
