@@ -35,6 +35,10 @@ _OF_ARM = ("k", "drafter_config", "draft_length_config")
 # What else than the code may change a number.
 SURROUNDINGS = ("device", "dtype", "threads", "platform", "versions")
 MEASURES = ("accepted_length", "tokens_per_s", "speedup")
+DRIFT_NOTE = (
+    "The interval is over prompts only: what differs between two processes, such as the machine's "
+    "clock or load, is outside it. Repeat both runs to see how much that is."
+)
 FORMS = {"accepted_length": "{:.2f}", "tokens_per_s": "{:.1f}", "speedup": "{:.2f}x"}
 
 
@@ -131,7 +135,7 @@ def write_against(folder: Path, found: Against) -> tuple[list[RenderableType], l
         raise cannot_write(folder, error) from error
     shown: list[RenderableType] = [_provenance_table(found.provenance)]
     shown += [Text(line, style="bold red") for line in found.warnings]
-    shown.append(_against_table(found.lines))
+    shown += [_against_table(found.lines), Text(DRIFT_NOTE)]
     shown += [Text(f"not compared: {line}") for line in found.unmatched]
     return shown, paths
 
@@ -334,6 +338,6 @@ def _write_tex(path: Path, found: Against) -> None:
     sides = [" ".join(f"{key} {found.provenance[key][i]};" for key in keys) for i in (0, 1)]
     notes = [f"This: {sides[0]} against: {sides[1]}"]
     notes += ["Bold: the 95 % bootstrap interval in brackets excludes no difference."]
-    notes += [*latex.random_notes(found.lines), *found.warnings]
+    notes += [DRIFT_NOTE, *latex.random_notes(found.lines), *found.warnings]
     caption = "This against the other; the same prompts are drawn for both."
     latex.write_table(path, headers, rows, (0,), caption, notes)
