@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import latex
+from experiments.cautions import skipped_caution, timing_cautions
 from experiments.pages import cannot_write
 from experiments.tables import (
     RANDOM_NOTE,
@@ -68,7 +69,7 @@ def compare_runs(folder: Path, runs: Runs) -> tuple[list[RenderableType], list[P
         runs: those below it.
 
     Returns:
-        The table to show, and the files.
+        The table to show, with what speaks against it, and the files.
 
     Raises:
         CapacityError: the folder cannot be written.
@@ -87,7 +88,8 @@ def compare_runs(folder: Path, runs: Runs) -> tuple[list[RenderableType], list[P
         latex.write_summary(paths[1], shown, setting, name="name")
     except OSError as error:
         raise cannot_write(folder, error) from error
-    return [_comparison_table(shown)], paths
+    cautions = filter(None, [*timing_cautions(summary, "name"), skipped_caution(summary)])
+    return [_comparison_table(shown), *map(Text, cautions)], paths
 
 
 def _comparison_table(summary: pd.DataFrame) -> Table:

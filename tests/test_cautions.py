@@ -174,6 +174,21 @@ def test_the_overview_of_a_disturbed_run_says_so(tmp_path: Path) -> None:
     assert "Too fast to be true" in text
 
 
+def test_several_runs_in_the_terminal_are_doubted_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafts = [("ngram", 2, 0.4)]
+    for run, skipped in (("one", 0), ("two", 1)):
+        extra = {"num_skipped": skipped}
+        write_run(tmp_path / run, drafts=drafts, num_prompts=3, num_tokens=12, arm_extra=extra)
+    disturb(tmp_path / "two")
+    assert report.main([str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 of 3 groups of prompts of none (two) took more than 5 times" in out
+    assert QUIET in out
+    assert "Some prompts did not fit and are not in these figures: 1 of 4 in two." in out
+
+
 def test_the_overview_tells_an_interval_with_one_and_an_unshown_lead(tmp_path: Path) -> None:
     drafts = [("ngram", 2, 0.4), ("suffix", 2, 0.4)]
     folder = write_run(tmp_path / "run", drafts=drafts, num_prompts=4, num_tokens=12)
