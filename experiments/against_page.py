@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.comparison import FORMS, MEASURES, Against
+from experiments.comparison import DRIFT_NOTE, FORMS, MEASURES, Against
 from experiments.figures import (
     BASELINE_COLOR,
     COLORS,
@@ -119,10 +119,11 @@ def _table(lines: pd.DataFrame) -> HtmlTable:
 
 
 def _notes(lines: pd.DataFrame) -> list[str]:
-    """Return how to read the pictures, and what they leave out."""
+    """Return how to read the table and the pictures, and what these leave out."""
     notes = [
+        DRIFT_NOTE,
         "Right of the dashed line this folder has more than the other, left of it less. Filled: "
-        "the interval excludes no difference."
+        "the interval excludes no difference.",
     ]
     count = num_values(lines, "label")
     if count > _MAX_ARMS:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments import latex
+from experiments.cautions import skipped_caution, timing_cautions
 from experiments.pages import cannot_write
 from experiments.tables import (
     RANDOM_NOTE,
@@ -35,6 +36,10 @@ _OF_ARM = ("k", "drafter_config", "draft_length_config")
 # What else than the code may change a number.
 SURROUNDINGS = ("device", "dtype", "threads", "platform", "versions")
 MEASURES = ("accepted_length", "tokens_per_s", "speedup")
+DRIFT_NOTE = (
+    "The interval is over prompts only: what differs between two processes, such as the machine's "
+    "clock or load, is outside it. Repeat both runs to see how much that is."
+)
 FORMS = {"accepted_length": "{:.2f}", "tokens_per_s": "{:.1f}", "speedup": "{:.2f}x"}
 
 
@@ -64,7 +69,7 @@ def compare_runs(folder: Path, runs: Runs) -> tuple[list[RenderableType], list[P
         runs: those below it.
 
     Returns:
-        The table to show, and the files.
+        The table to show, with what speaks against it, and the files.
 
     Raises:
         CapacityError: the folder cannot be written.
@@ -83,7 +88,8 @@ def compare_runs(folder: Path, runs: Runs) -> tuple[list[RenderableType], list[P
         latex.write_summary(paths[1], shown, setting, name="name")
     except OSError as error:
         raise cannot_write(folder, error) from error
-    return [_comparison_table(shown)], paths
+    cautions = filter(None, [*timing_cautions(summary, "name"), skipped_caution(summary)])
+    return [_comparison_table(shown), *map(Text, cautions)], paths
 
 
 def _comparison_table(summary: pd.DataFrame) -> Table:
@@ -131,7 +137,7 @@ def write_against(folder: Path, found: Against) -> tuple[list[RenderableType], l
         raise cannot_write(folder, error) from error
     shown: list[RenderableType] = [_provenance_table(found.provenance)]
     shown += [Text(line, style="bold red") for line in found.warnings]
-    shown.append(_against_table(found.lines))
+    shown += [_against_table(found.lines), Text(DRIFT_NOTE)]
     shown += [Text(f"not compared: {line}") for line in found.unmatched]
     return shown, paths
 
@@ -334,6 +340,6 @@ def _write_tex(path: Path, found: Against) -> None:
     sides = [" ".join(f"{key} {found.provenance[key][i]};" for key in keys) for i in (0, 1)]
     notes = [f"This: {sides[0]} against: {sides[1]}"]
     notes += ["Bold: the 95 % bootstrap interval in brackets excludes no difference."]
-    notes += [*latex.random_notes(found.lines), *found.warnings]
+    notes += [DRIFT_NOTE, *latex.random_notes(found.lines), *found.warnings]
     caption = "This against the other; the same prompts are drawn for both."
     latex.write_table(path, headers, rows, (0,), caption, notes)

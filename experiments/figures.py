@@ -1,6 +1,7 @@
 """What all figures share: their style, their axes, and how they are written."""
 
 import base64
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ WIDTH_IN = 4.6
 FONT_POINTS = 10
 DPI = 180
 _LETTERS = 58  # that fit the width
+_PLACE = 16  # of them, beside horizontal bars
+_JOINT = "\x1f"  # where a word may be parted: in no name
 
 
 @dataclass
@@ -62,8 +65,10 @@ def name_places(axes: Axes, names: Sequence[str]) -> None:
 
 
 def place_label(name: str) -> str:
-    """Return a name in lines that fit beside horizontal bars."""
-    return textwrap.fill(name, 16)
+    """Return a name in lines that fit beside horizontal bars; a long word ends a line at a `_`."""
+    words = name.split()
+    parts = [re.sub(r"_(?=[^_])", f"_{_JOINT} ", w) if len(w) > _PLACE else w for w in words]
+    return textwrap.fill(" ".join(parts), _PLACE).replace(f"{_JOINT} ", "").replace(_JOINT, "")
 
 
 def legend_columns(names: Sequence[str]) -> int:

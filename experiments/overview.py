@@ -22,20 +22,20 @@ from experiments.overview_data import (
     make_overview,
 )
 from experiments.overview_plots import write_sections
-from experiments.pages import cannot_write, write_page
+from experiments.pages import cannot_write, unknown_text, write_page
 from experiments.tables import (
     HtmlTable,
+    Row,
     arm_label,
     category_label,
     interval_text,
+    lead,
     number_text,
     verdict_text,
 )
 from specdec.analysis import Runs, load
-from specdec.errors import SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.log import setup_logging
-
-_NOT_LOSSLESS = ("different", "lossy")
 
 
 def build_overview(folder: Path, runs: Runs | None = None) -> Path:
@@ -81,25 +81,26 @@ def _write_overview(overview: Overview, folder: Path) -> Path:
 
 
 def _lead(overview: Overview) -> str:
-    """Return the result in a few sentences; an arm that changes the output cannot win."""
-    measured = overview.drafting.dropna(subset=["speedup"])
-    lossless = measured.loc[~measured["verdict"].isin(_NOT_LOSSLESS)]
-    if lossless.empty:
-        return "No speculative arm with the target's own output has a measured speed-up."
-    best = lossless.sort_values("speedup", ascending=False).to_dict("records")[0]
-    text = "Fastest" if best["speedup"] > 1 else "No arm beats autoregressive decoding; closest"
-    where = f" ({best['setting']})" if best["setting"] else ""
-    if "batch_size" in overview.axes:
-        where += f" at batch size {best['batch_size']}"
-    text += (
-        f": {best['series']} with K={best['k']}{where}, at "
-        f"{interval_text(best, 'speedup', '{:.2f}x')} the speed of autoregressive decoding, with a "
-        f"mean accepted length of {best['accepted_length']:.2f}."
-    )
-    num_out = len(measured) - len(lossless)
-    if num_out:
-        text += f" Left out, because their output is different or lossy: {num_out} arms."
-    return text
+    """Return the result in a few sentences."""
+    runs = overview.runs
+    rows = overview.summary.to_dict("records")
+    labelled = overview.summary.assign(label=[_label(row, overview.axes) for row in rows])
+
+    def compare(one: Row, other: Row) -> pd.DataFrame | None:
+        try:
+            return runs.compare((one["run"], one["arm"]), (other["run"], other["arm"]))
+        except ConfigError:  # they were asked other prompts
+            return None
+
+    return lead(labelled, compare, "label")
+
+
+def _label(row: Row, axes: Sequence[str]) -> str:
+    """Return how a sentence names an arm."""
+    text = f"{row['series']} with K={row['k']}" if row["k"] else str(row["series"])
+    if row["setting"]:
+        text += f" ({row['setting']})"
+    return f"{text} at batch size {row['batch_size']}" if "batch_size" in axes else text
 
 
 def _setting(overview: Overview) -> str:
@@ -206,15 +207,15 @@ def _provenance(runs: Runs) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for key in keys:
         if key not in own:
-            values = dict.fromkeys(_fact(values.get(key)) for values in flat)
+            values = dict.fromkeys(_fact(values.get(key), key) for values in flat)
             lines.append((key, "; ".join(values)))
     return lines
 
 
-def _fact(value: Any) -> str:
+def _fact(value: Any, key: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "unknown" if value is None else str(value)
+    return unknown_text(key) if value is None else str(value)
 
 
 def _runs_table(runs: Runs) -> HtmlTable:

@@ -9,6 +9,8 @@ import jinja2
 from specdec import metrics
 from specdec.errors import CapacityError
 
+_OF_A_GPU = ("linear_choices",)  # facts that there are none of on a CPU
+
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
     """Write a page that needs no other file.
@@ -35,6 +37,15 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     page = environment.get_template(template).render(formulas=formulas, **values)
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def unknown_text(fact: str) -> str:
+    """Return what a page says of a fact of the surroundings that has no value.
+
+    Args:
+        fact: its key.
+    """
+    return "-" if fact in _OF_A_GPU else "unknown"
 
 
 def cannot_write(folder: Path, error: OSError, app: str = "experiments.report") -> CapacityError:

@@ -28,6 +28,12 @@ from experiments.figures import (
 from experiments.tables import category_label, shown_phases
 from specdec.metrics import PHASES
 
+# How acceptance is shown over the position -> what it is a share of.
+_POSITION_KINDS = {
+    "unconditional": "of the drafts judged at the position",
+    "conditional": "of those behind accepted drafts only",
+}
+
 
 def write_plots(
     folder: Path,
@@ -112,7 +118,7 @@ def draw_positions(positions: pd.DataFrame, arms: Sequence[str]) -> Figure:
     drafted = positions.loc[positions["num_drafted"] > 0]
     drafting = [(index, arm) for index, arm in enumerate(arms) if arm in set(drafted["arm"])]
     figure, both = new_figure(5.4 + legend_in([arm for _, arm in drafting]), rows=2)
-    for axes, kind in zip(both, ("unconditional", "conditional"), strict=True):
+    for axes, (kind, of) in zip(both, _POSITION_KINDS.items(), strict=True):
         for index, arm in drafting:
             own = drafted.loc[drafted["arm"] == arm]
             axes.errorbar(
@@ -127,7 +133,7 @@ def draw_positions(positions: pd.DataFrame, arms: Sequence[str]) -> Figure:
                 capsize=2,
                 label=arm,
             )
-        axes.set_title(kind)
+        axes.set_title(f"{kind}: {of}")
         axes.set_ylabel("share accepted")
         axes.set_ylim(-0.02, 1.03)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -27,7 +27,7 @@ from experiments.comparison import compare_runs, match_runs, write_against
 from experiments.model_plots import model_section
 from experiments.overview import build_overview
 from experiments.overview_data import without_metrics
-from experiments.pages import cannot_write, write_page
+from experiments.pages import cannot_write, unknown_text, write_page
 from experiments.phase_event_costs import phase_event_lines
 from experiments.plots import write_plots
 from experiments.tables import HtmlTable, flag_random_tokens, render_table
@@ -82,7 +82,7 @@ def _write_report(run: Run, folder: Path) -> Path:
     return write_page(
         folder / "report.html",
         "report.html.j2",
-        lead=tables.lead(summary) + ("" if run.is_finished else f" {_CUT}"),
+        lead=_lead(run, summary),
         setting=_setting(run.provenance),
         baseline=summary["arm"][0],
         summary=flagged(tables.summary_table(summary)),
@@ -101,6 +101,16 @@ def _write_report(run: Run, folder: Path) -> Path:
         provenance=list(_flatten(run.provenance)),
         config_text=run.config_text,
     )
+
+
+def _lead(run: Run, summary: pd.DataFrame) -> str:
+    """Return the result in a few sentences, and whether it is that of a part."""
+
+    def compare(one: tables.Row, other: tables.Row) -> pd.DataFrame:
+        return compare_arms(run.traces(one["arm"]), run.traces(other["arm"]))
+
+    text = tables.lead(summary, compare)
+    return text if run.is_finished else f"{text} {_CUT}"
 
 
 def _paired_table(run: Run, summary: pd.DataFrame) -> HtmlTable | None:
@@ -139,7 +149,7 @@ def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            text = "unknown" if value is None else json.dumps(value)
+            text = unknown_text(key) if value is None else json.dumps(value)
             yield f"{prefix}{key}", value if isinstance(value, str) else text
 
 

@@ -5,7 +5,7 @@ A number has the same digits wherever it stands; a dash stands for what was not 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,14 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from experiments.cautions import name_some, skipped_caution, timing_cautions
 from specdec.metrics import PHASES
 
 _TERMINAL_WIDTH = 120
 _PARTS = ("step", "target", "draft", "propose")  # of a step, see `runner.cuda_graphs`
 _NOT_LOSSLESS = ("different", "lossy")
+Row = Mapping[Any, Any]
+Compare = Callable[[Row, Row], pd.DataFrame | None]
 RANDOM_FLAG = "random tokens"
 RANDOM_NOTE = (
     "random tokens: prompts that are no text; acceptance on them tells nothing about text."
@@ -46,8 +49,9 @@ def render_table(summary: pd.DataFrame, categories: pd.DataFrame) -> list[Table]
     caption = (
         "[low, high]: 95 % bootstrap interval over prompts, for the speed-up over groups of them"
     )
-    flagged = any(summary["random_tokens"])
-    arms = terminal_table(f"{caption}\n{RANDOM_NOTE}" if flagged else caption)
+    cautions = [*timing_cautions(summary), skipped_caution(summary)]
+    cautions += [RANDOM_NOTE] if any(summary["random_tokens"]) else []
+    arms = terminal_table("\n".join([caption, *filter(None, cautions)]))
     arms.add_column("arm", overflow="fold", min_width=12, max_width=26)
     arms.add_column("K", justify="right")
     arms.add_column("mean accepted length (bonus included)", justify="right", min_width=17)
@@ -162,7 +166,8 @@ def summary_table(summary: pd.DataFrame) -> HtmlTable:
         for row in summary.to_dict("records")
     ]
     caption = (
-        "One line per arm; in brackets the 95 % bootstrap interval. A dash: nothing to measure."
+        "One line per arm; in brackets the 95 % bootstrap interval. A dash: nothing to measure. "
+        "Accepted at a position: of the drafts that were judged there."
     )
     return HtmlTable(caption, headers, rows, text_columns=(0, 5, 6))
 
@@ -204,7 +209,10 @@ def position_lines(positions: pd.DataFrame) -> HtmlTable:
         ]
         for row in positions.to_dict("records")
     ]
-    caption = "Drafted: valid drafts; reached: those whose predecessors were all accepted."
+    caption = (
+        "Drafted: valid drafts, which were judged there; reached: those whose predecessors were "
+        "all accepted. Unconditional: accepted of those drafted; conditional: of those reached."
+    )
     return HtmlTable(caption, headers, rows, group_by=0)
 
 
@@ -361,35 +369,72 @@ def shown_text(line: Mapping[Any, Any]) -> str:
 
 def fastest(summary: pd.DataFrame) -> str | None:
     """Return the speculative arm with the highest speed-up of those that keep the output."""
-    measured = summary.iloc[1:].dropna(subset=["speedup"])
+    ranked = _ranked(summary)
+    return str(ranked[0]["arm"]) if ranked else None
+
+
+def lead(summary: pd.DataFrame, compare: Compare, label: str = "arm") -> str:
+    """Return the result in a few sentences; an arm that changes the output cannot win.
+
+    Args:
+        summary: from `specdec.metrics.summarise_arms`; with a column `run`, of several runs.
+        compare: gives the comparison of two of its rows, see `specdec.metrics.compare_arms`, or
+            None where they cannot be compared.
+        label: the column that names the arms.
+    """
+    measured = summary.loc[summary["k"] > 0].dropna(subset=["speedup"])
+    ranked = _ranked(summary)
+    parts = [
+        _winner_text(ranked[0], label)
+        if ranked
+        else "No speculative arm with the target's own output has a measured speed-up."
+    ]
+    if len(ranked) > 1:
+        parts.append(_next_text(ranked[0], ranked[1], compare, label))
+    left_out = list(measured.loc[measured["verdict"].isin(_NOT_LOSSLESS), label])
+    if left_out:
+        names = name_some(left_out)
+        parts.append(f"Left out, because their output is different or lossy: {names}.")
+    parts += [*timing_cautions(summary, label), skipped_caution(summary)]
+    if all(summary["random_tokens"]):
+        parts.append("The prompts are random tokens: acceptance on them tells nothing about text.")
+    return " ".join(part for part in parts if part)
+
+
+def _ranked(summary: pd.DataFrame) -> list[Row]:
+    """Return the arms that draft and keep the output, the fastest first."""
+    measured = summary.loc[summary["k"] > 0].dropna(subset=["speedup"])
     lossless = measured.loc[~measured["verdict"].isin(_NOT_LOSSLESS)]
-    if lossless.empty:
-        return None
-    return str(lossless.sort_values("speedup", ascending=False)["arm"].iloc[0])
+    return list(lossless.sort_values("speedup", ascending=False).to_dict("records"))
 
 
-def lead(summary: pd.DataFrame) -> str:
-    """Return the result in a few sentences; an arm that changes the output cannot win."""
-    measured = summary.iloc[1:].dropna(subset=["speedup"])
-    winner = fastest(summary)
-    if winner is None:
-        text = "No speculative arm with the target's own output has a measured speed-up."
-    else:
-        best = summary.loc[summary["arm"] == winner].to_dict("records")[0]
-        text = "Fastest" if best["speedup"] > 1 else "No arm beats autoregressive decoding; closest"
-        text += (
-            f": {best['arm']}, at {interval_text(best, 'speedup', '{:.2f}x')} the speed of "
-            f"autoregressive decoding, with a mean accepted length of "
-            f"{best['accepted_length']:.2f} (verdict on its output: {best['verdict']})."
-        )
-        if best["speedup_low"] <= 1 <= best["speedup_high"]:
-            text += " The interval includes 1: no difference in speed is shown."
-    left_out = measured.loc[measured["verdict"].isin(_NOT_LOSSLESS), "arm"]
-    if len(left_out):
-        text += f" Left out, because their output is different or lossy: {', '.join(left_out)}."
-    if any(summary["random_tokens"]):
-        text += " The prompts are random tokens: acceptance on them tells nothing about text."
+def _winner_text(best: Row, label: str) -> str:
+    text = "Fastest" if best["speedup"] > 1 else "No arm beats autoregressive decoding; closest"
+    text += f": {best[label]}, at {interval_text(best, 'speedup', '{:.2f}x')}"
+    if math.isnan(best["speedup_low"]):
+        kind = "one prompt" if best["num_prompts"] == 1 else "one group of prompts"
+        text += f" (no interval: {kind})"
+    text += (
+        f" the speed of autoregressive decoding, with a mean accepted length of "
+        f"{best['accepted_length']:.2f} (verdict on its output: {best['verdict']})."
+    )
+    if best["speedup_low"] <= 1 <= best["speedup_high"]:
+        text += " The interval includes 1: no difference in speed is shown."
     return text
+
+
+def _next_text(best: Row, other: Row, compare: Compare, label: str) -> str:
+    """Return that the lead over the next arm is not shown, or nothing where it is or is unknown."""
+    table = compare(best, other)
+    if table is None:
+        return ""
+    (line,) = table.loc[table["measure"] == "speedup"].to_dict("records")
+    if line["differs"] or math.isnan(line["low"]):
+        return ""
+    return (
+        f"Its lead over the next, {other[label]}, is not shown: over the same prompts the ratio of "
+        f"their speed-ups is {change_text(line)}."
+    )
 
 
 def category_label(category: Any) -> str:

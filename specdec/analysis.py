@@ -75,9 +75,9 @@ class Runs:
             `run` (the folder, relative to the one that was loaded), `arm`, `name` (a label that no
             other row has: the arm, and the settings in which arms of that name differ),
             `drafter`, `k`, `verifier`, `temperature`, `lossless`, `verdict`, `random_tokens`,
-            `target`, `batch_size`, `max_tokens`, `prompts`, `dtype`, `device`, `graph_scope`,
-            `draft_length` (policy), `commit`, `dirty`, `seed`, `started`, `duration_s`, then
-            every further plain value of arms.json.
+            `num_skipped` (turns that did not fit), `target`, `batch_size`, `max_tokens`, `prompts`,
+            `dtype`, `device`, `graph_scope`, `draft_length` (policy), `commit`, `dirty`, `seed`,
+            `started`, `duration_s`, then every further plain value of arms.json.
         requests: one row per request and step: `run`, `arm`, then `specdec.trace.REQUEST_COLUMNS`,
             `k` and `turn`.
         steps: one row per step: `run`, `arm`, then `specdec.trace.STEP_COLUMNS`.
@@ -368,6 +368,7 @@ def _arm_row(name: str, arm: Mapping[str, Any], run: Run) -> dict[str, Any]:
     row |= {
         "verdict": arm["verdict"]["status"],
         "random_tokens": bool(arm.get("random_tokens", False)),
+        "num_skipped": int(arm.get("num_skipped", 0)),
         "target": (config.get("target") or {}).get("name"),
         "batch_size": config.get("batch_size"),
         "max_tokens": (config.get("sampling") or {}).get("max_tokens"),

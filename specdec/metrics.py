@@ -13,7 +13,9 @@ Acceptance rate
 Acceptance at position i = 1..K, over valid drafts
     unconditional = #(num_accepted >= i) / #(num_drafted >= i);
     conditional   = #(num_accepted >= i) / #(num_drafted >= i and num_accepted >= i - 1):
-    the share among drafts whose predecessors were all accepted.
+    the share among drafts whose predecessors were all accepted. The unconditional rate of i is of
+    the drafts that were judged at i alone: where a drafter's runs vary in length, each position
+    has another denominator, and the rates cannot be read as one falling curve.
 Undrafted share
     sum(num_positions - 1 - num_drafted) / sum(num_positions): verified positions that held no
     valid draft (a draft of -1, or one behind the text's end) and so could commit nothing.
@@ -26,6 +28,9 @@ Milliseconds per output token
 Speed-up
     tokens/s of the arm / tokens/s of the autoregressive arm, both over the groups that both ran.
     A category has one only from groups that hold nothing else; "mixed" groups belong to none.
+Slow groups
+    wall_s / num_tokens of the group > 5 x the arm's median (of two middle ones the lower) x the
+    least such multiple in another arm, where that is above 1: long prompts are slow in all arms.
 
 The remaining ones run over *decode steps*: steps in which each request has a verify row. So no
 step counts that ran prompt tokens (a chunk in the middle of a prompt has no row) or that also
@@ -79,6 +84,7 @@ import numpy as np
 import pandas as pd
 
 from specdec.intervals import Array, Estimate, estimate, ratio, share
+from specdec.slow_groups import count_slow_groups
 from specdec.units import (
     ArmTraces,
     counted,
@@ -286,21 +292,26 @@ def summarise_arms(
     Returns:
         One line per arm: what the arm is, its verdict, counts, `accepted_length`,
         `acceptance_rate`, `undrafted_share`, `tokens_per_s` and `speedup`, each with `_low` and
-        `_high`, and `acceptance_at_<i>` (unconditional, i from 1).
+        `_high`, and `acceptance_at_<i>` (unconditional, i from 1) of `num_drafted_at_<i>` drafts.
     """
     positions = position_table(requests, arms)
     num_positions = max(positions["position"], default=0)
-    baseline = _of_arm(timings, arms[0]["arm"])
+    baseline, slow = _of_arm(timings, arms[0]["arm"]), count_slow_groups(timings)
     lines: list[dict[str, Any]] = []
     for arm in arms:
         name, verdict = arm["arm"], arm["verdict"]
         line = {key: arm[key] for key in _ARM_KEYS} | _flags(arm)
         line |= {"verdict": verdict["status"], "verdict_dtype": verdict["dtype"]}
         line |= {f"verdict_{key}": verdict[key] for key in ("num_compared", "num_equal", "note")}
-        line |= _measure(_of_arm(requests, name), _of_arm(timings, name), baseline)
-        own = _of_arm(positions, name).set_index("position")["unconditional"]
-        for position in range(1, num_positions + 1):
-            line[f"acceptance_at_{position}"] = own.get(position, np.nan)
+        own, own_timings = _of_arm(requests, name), _of_arm(timings, name)
+        line |= {"num_turns": own["request_id"].nunique()}
+        line |= {"num_skipped": int(arm.get("num_skipped", 0)), "num_groups": len(own_timings)}
+        line |= {"num_slow_groups": slow.get(name, 0)} | _measure(own, own_timings, baseline)
+        by_position = _of_arm(positions, name).set_index("position")
+        rates, drafted = by_position["unconditional"], by_position["num_drafted"]
+        places = range(1, num_positions + 1)
+        line |= {f"acceptance_at_{place}": rates.get(place, np.nan) for place in places}
+        line |= {f"num_drafted_at_{place}": drafted.get(place, 0) for place in places}
         lines.append(line)
     return pd.DataFrame(lines)
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from experiments import against_page, figures, report
-from experiments.comparison import match_runs
+from experiments.comparison import DRIFT_NOTE, match_runs
 from experiments.tables import RANDOM_NOTE, change_text
 from specdec.analysis import load
 from tests.run_folders import write_run
@@ -60,7 +60,9 @@ def test_the_page_is_named_and_written_into_the_first_folder(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     compared(*pair)
-    out = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out
+    assert DRIFT_NOTE in " ".join(shown.split())
+    out = shown.splitlines()
     names = ("against.csv", "against.tex", "against.html")
     assert out[-3:] == [f"report: {pair[0] / name}" for name in names]
     assert {path.name for path in pair[1].iterdir()} == {"b1", "b4"}
@@ -110,6 +112,12 @@ def test_runs_of_one_folder_tell_from_when_to_when_they_started(tmp_path: Path) 
     found = match_runs(load(tmp_path / "new"), load(tmp_path / "old"))
     told = "2026-01-28T12:00:00+00:00 to 2026-01-30T12:00:00+00:00"
     assert found.provenance["started"] == (told, told)
+
+
+def test_the_page_says_what_the_intervals_leave_out(pair: tuple[Path, Path], page: Page) -> None:
+    assert "The interval is over prompts only" in DRIFT_NOTE
+    assert page.text.index("Difference or ratio") < page.text.index(DRIFT_NOTE)
+    assert DRIFT_NOTE in (pair[0] / "against.tex").read_text(encoding="utf-8")
 
 
 def test_the_formulas_are_on_the_page(page: Page) -> None:

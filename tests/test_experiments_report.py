@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from experiments import report
+from experiments.figures import place_label
 from specdec import metrics
 from specdec.errors import ConfigError
 from specdec.trace import OPTIONAL_COLUMNS, REQUEST_COLUMNS, STEP_COLUMNS
@@ -243,6 +244,38 @@ def test_page_states_verdicts_provenance_and_config_escaped(page: Page) -> None:
     assert ["device", "cpu <generic>"] in page.lines
     assert ["duration_s", "unknown"] in page.lines
     assert "note: <b>&amp;</b>" in page.text
+
+
+def test_page_says_of_which_drafts_a_position_is_a_share(page: Page) -> None:
+    text = " ".join(page.text.split())
+    assert "Each position counts the drafts that were judged there." in text
+    assert "its rates cannot be read as one falling curve" in text
+    assert "Accepted at a position: of the drafts that were judged there." in text
+
+
+def test_a_fact_that_a_cpu_lacks_is_a_dash(tmp_path: Path) -> None:
+    write_run(tmp_path, ARMS[:1], prompts_per_category=1)
+    path = tmp_path / "provenance.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"linear_choices": None}))
+    lines = Page(report.build_report(tmp_path).read_text(encoding="utf-8")).lines
+    assert ["linear_choices", "-"] in lines
+    assert ["duration_s", "unknown"] in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("question_answering", "question_\nanswering"),
+        ("a_b c_d", "a_b c_d"),
+        ("draft_model-smollm2-135m K=4", "draft_model-\nsmollm2-135m K=4"),
+        ("context_length_2048 (x)", "context_\nlength_2048\n(x)"),
+        ("x" * 20, "x" * 16 + "\n" + "x" * 4),
+        ("_" * 20, "_" * 16 + "\n" + "_" * 4),
+        ("", ""),
+    ],
+)
+def test_labels_of_bars_are_parted_at_underscores_first(name: str, label: str) -> None:
+    assert place_label(name) == label
 
 
 def test_page_says_what_ran_without_graphs(page: Page) -> None:

@@ -153,6 +153,15 @@ def test_an_axis_of_one_value_has_no_plot_but_a_sentence(tmp_path: Path) -> None
         assert sentence in page.text
 
 
+def test_the_page_explains_rates_by_position_and_facts_that_a_cpu_lacks(tmp_path: Path) -> None:
+    made = {"linear_choices": None, "platform": None}
+    write_run(tmp_path / "only", drafts=[("ngram", 4, 0.5)], num_prompts=2, provenance=made)
+    page = Page(build_overview(tmp_path))
+    assert "its rates cannot be read as one falling curve" in page.text
+    facts = {line[0].strip(): line[1].strip() for table in page.tables for line in table if line}
+    assert (facts["linear_choices"], facts["platform"]) == ("-", "unknown")
+
+
 def test_images_of_an_older_overview_are_gone(tmp_path: Path) -> None:
     write_run(tmp_path / "only", drafts=[("ngram", 4, 0.5)])
     (tmp_path / "overview").mkdir()
