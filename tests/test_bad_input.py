@@ -196,8 +196,33 @@ def test_numbers_of_parameters_and_labels_must_be_that_of_the_prompts() -> None:
     llm = make_llm()
     refused(ConfigError, lambda: llm.generate(["x", "y"], [SamplingParams()]), "1 sampling", "2")
     refused(ConfigError, lambda: llm.generate(["x", "y"], labels=["a"]), "1 labels", "2")
-    wrong: Any = [{"temperature": 0}]
-    refused(ConfigError, lambda: llm.generate(["x"], wrong), "temperature", "SamplingParams")
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, [{"temperature": 0}], "greedy", 0.0, [None], ["x"]]
+)
+def test_parameters_of_another_type_are_refused_by_their_place(params: Any) -> None:
+    llm = make_llm()
+    shown = f"[0]={params[0]!r}" if isinstance(params, list) else f"={params!r}"
+    refused(ConfigError, lambda: llm.generate(["x"], params), f"params{shown}", "a SamplingParams")
+    assert not llm.engine.has_requests
+
+
+def test_of_several_prompts_the_refused_one_is_named() -> None:
+    llm = make_llm(num_kv_blocks=2, block_size=8)
+    refused(ConfigError, lambda: llm.generate(["ok", "x" * 40]), "prompt 1: the prompt has 40")
+    params = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=20)]
+    refused(CapacityError, lambda: llm.generate(["a", "b"], params), "prompt 1: ", "KV blocks")
+    with pytest.raises(ConfigError, match=r"^the prompt has 40"):
+        llm.generate("x" * 40)
+    assert not llm.engine.has_requests
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_an_unknown_option_is_told_the_constructors_own_names() -> None:
+    for given, meant in (("num_spec", "num_speculative_tokens"), ("draftr", "drafter")):
+        parts = f"{given!r}", f"did you mean {meant!r}", "draft_length, device", "max_model_len"
+        refused(ConfigError, lambda given=given: LLM(**{given: 3}), *parts)
 
 
 def test_id_of_a_running_request_is_refused_and_can_be_used_again_later() -> None:
