@@ -209,9 +209,9 @@ def test_parameters_of_another_type_are_refused_by_their_place(params: Any) -> N
 
 
 def test_of_several_prompts_the_refused_one_is_named() -> None:
-    llm = make_llm(num_kv_blocks=2, block_size=8)
-    refused(ConfigError, lambda: llm.generate(["ok", "x" * 40]), "prompt 1: the prompt has 40")
-    params = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=20)]
+    llm, few = make_llm(num_kv_blocks=2, block_size=8), SamplingParams(max_tokens=4)
+    refused(ConfigError, lambda: llm.generate(["a", "x" * 40], few), "prompt 1: the prompt has 40")
+    params = [few, SamplingParams(max_tokens=20)]
     refused(CapacityError, lambda: llm.generate(["a", "b"], params), "prompt 1: ", "KV blocks")
     with pytest.raises(ConfigError, match=r"^the prompt has 40"):
         llm.generate("x" * 40)
@@ -390,6 +390,31 @@ def test_draft_model_with_the_same_tokenizer_is_taken(tmp_path: Path) -> None:
 def test_draft_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     drafter = {"name": "draft_model", "model": str(tmp_path / "none")}
     refused(WeightsError, lambda: make_llm(drafter), str(tmp_path / "none"), "does not exist")
+
+
+HEADS = ("eagle", "eagle3", "medusa", "block_parallel", "draft_model")
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("name", HEADS)
+def test_a_local_folder_of_a_drafter_is_checked_before_the_target_loads(
+    name: str, tmp_path: Path
+) -> None:
+    def make(path: str) -> LLM:
+        return LLM(drafter={"name": name, "model" if name == "draft_model" else "path": path})
+
+    for path in ("/no/such", "./no_such", "~/no_such_folder", "no/such/"):
+        refused(WeightsError, lambda path=path: make(path), repr(path), "does not exist")
+    (tmp_path / "file").touch()
+    refused(WeightsError, lambda: make(str(tmp_path / "file")), "is no folder")
+    refused(WeightsError, lambda: make(str(tmp_path)), str(tmp_path), "no config.json")
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text("{}")
+    refused(WeightsError, lambda: make(str(tmp_path)), f"did you mean {tmp_path / 'drafter'}")
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        make("some/hub-id")  # may be one of the hub
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        make(str(tmp_path / "drafter"))
 
 
 def test_every_error_of_ours_is_a_specdec_error() -> None:
