@@ -58,7 +58,7 @@ _ENTRY_POINT_GROUPS = {
 }
 
 
-_MAX_SHOWN = 8  # plug-ins of others that a refusal lists
+_MAX_SHOWN = 8  # plug-ins of others, or of one module, that a refusal lists
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,10 @@ def resolve(kind: str, name: str) -> PluginEntry:
 def _lacking(kind: str, module: str, cls_name: str) -> str:
     """Return what a module that was imported registers instead of a class."""
     attributes = vars(sys.modules[module])
-    own = [
-        entry.cls.__name__
-        for entry in _registered[kind].values()
-        if entry.cls.__module__ == module or attributes.get(entry.cls.__name__) is entry.cls
-    ]
+    found = _registered[kind].values()
+    own = [entry.cls.__name__ for entry in found if entry.cls.__module__ == module] or [
+        entry.cls.__name__ for entry in found if attributes.get(entry.cls.__name__) is entry.cls
+    ]  # a package may take its classes from modules of its own
     what = kind.replace("_", " ")
     if cls_name in attributes:
         return (
@@ -183,7 +182,8 @@ def _lacking(kind: str, module: str, cls_name: str) -> str:
             f"with @register_{kind}(<name>, <config class>) of specdec.registry"
         )
     hint = did_you_mean(cls_name, own)
-    return f"module {module} has no {what} {cls_name}; {hint}it registers {', '.join(own)}"
+    shown = [*own[:_MAX_SHOWN], *(["..."] if len(own) > _MAX_SHOWN else [])]
+    return f"module {module} has no {what} {cls_name}; {hint}it registers {', '.join(shown)}"
 
 
 def _import_provider(kind: str, name: str) -> None:

@@ -100,7 +100,8 @@ def test_unknown_key_names_the_nearest() -> None:
 
 
 def test_a_module_without_the_class_says_what_it_registers(plugin_folder: Path) -> None:
-    source = PLUGIN.format(name="echo_lacking") + "\n\nclass Plain: pass\n"
+    source = "from drafters.ngram import NgramDrafter\n" + PLUGIN.format(name="echo_lacking")
+    source += "\n\nclass Plain: pass\n"
     (plugin_folder / "echo_lacking.py").write_text(source)
     (plugin_folder / "echo_empty.py").write_text("")
     for name, words in (
