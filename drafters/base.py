@@ -19,6 +19,14 @@ class DrafterConfig:
 
     name: str = "none"
 
+    @property
+    def is_recorder(self) -> bool:
+        """Return whether the drafter keeps what it is given in files of its own.
+
+        A run gives it the timed requests alone: no warm-up, and no second pass over the texts.
+        """
+        return False
+
 
 class DrafterBase:
     """Base class with defaults for the whole life cycle except `propose`.

@@ -29,6 +29,7 @@ from runner.head_inputs import first_head_inputs
 from runner.kv_cache import PagedKVCache
 from runner.mask_inputs import mask_inputs
 from runner.models.packed_linear import pack_linears
+from runner.weights import check_folder
 from specdec.errors import ConfigError, WeightsError
 from specdec.protocols import (
     DraftContext,
@@ -52,9 +53,10 @@ class BlockParallelConfig(DraftSamplingConfig):
     path: str = ""
 
     def __post_init__(self) -> None:
-        """Check the choices."""
+        """Check the choices, and a local folder."""
         if not self.path:
             raise ConfigError("drafter block_parallel needs path=<folder of the head>, got none")
+        check_folder(self.path, "head")
         super().__post_init__()
 
 

@@ -22,6 +22,7 @@ from drafters.shipped import SHIPPED, shipped_folder
 from runner.loader import check_same_vocabulary, load_model, load_tokenizer
 from runner.shared_model import load_shared_model, shares_embedding
 from runner.vocabulary import VocabularyMap, map_vocabulary
+from runner.weights import EMBEDDED_NAME, check_folder
 from specdec.errors import ConfigError
 from specdec.protocols import DraftContext, TargetView
 from specdec.registry import register_drafter
@@ -42,11 +43,13 @@ class DraftModelConfig(DraftSamplingConfig):
     cross_vocab: bool = False
 
     def __post_init__(self) -> None:
-        """Check the choices."""
+        """Check the choices, and a local folder."""
         if not self.model:
             raise ConfigError(
                 "drafter draft_model needs model=<hub id, folder, 'shipped' or 'target'>, got none"
             )
+        if self.model not in ("target", SHIPPED, EMBEDDED_NAME):
+            check_folder(self.model, "draft model")
         super().__post_init__()
         if self.cross_vocab and self.model in ("target", SHIPPED):
             raise ConfigError(

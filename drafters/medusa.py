@@ -21,6 +21,7 @@ from torch.nn.functional import silu
 
 from drafters.draft_sampling import DraftSamplingConfig, SamplingDrafter
 from runner.head_files import check_shape, read_head, write_head
+from runner.weights import check_folder
 from specdec.errors import ConfigError, WeightsError
 from specdec.log import warn_once
 from specdec.protocols import (
@@ -54,9 +55,10 @@ class MedusaConfig(DraftSamplingConfig):
     path: str = ""
 
     def __post_init__(self) -> None:
-        """Check the choices."""
+        """Check the choices, and a local folder."""
         if not self.path:
             raise ConfigError("drafter medusa needs path=<folder of the heads>, got none")
+        check_folder(self.path, "head")
         super().__post_init__()
 
 

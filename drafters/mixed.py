@@ -57,6 +57,11 @@ class MixedConfig(DrafterConfig):
     decay: float = 0.9
     explore_every: int = 16
 
+    @property
+    def is_recorder(self) -> bool:
+        """Return whether a child is one."""
+        return self._has_recorder
+
     def __post_init__(self) -> None:
         """Check every child's own parameters, and whether they go together."""
         if len(self.drafters) < 2:
@@ -73,7 +78,10 @@ class MixedConfig(DrafterConfig):
                 f"drafter mixed: decay={self.decay} and explore_every={self.explore_every} are not "
                 f"allowed; give decay in [0, 1) and explore_every >= 0"
             )
-        for index, (entry, _) in enumerate(children_of(self)):
+        children = children_of(self)
+        # Told once: a recorder's own check refuses its folder as soon as a text lies there.
+        self._has_recorder = any(getattr(own, "is_recorder", False) for _, own in children)
+        for index, (entry, _) in enumerate(children):
             where = f"drafter mixed: drafters[{index}]={entry.name!r}"
             if entry.cls is MixedDrafter or getattr(entry.cls, "never_drafts", False):
                 raise ConfigError(f"{where} is not allowed; give drafters that propose themselves")

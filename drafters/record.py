@@ -39,6 +39,11 @@ class RecordConfig(DrafterConfig):
     folder: str = ""
     aux_layers: list[int] = field(default_factory=list)
 
+    @property
+    def is_recorder(self) -> bool:
+        """Return True: see the base."""
+        return True
+
     def __post_init__(self) -> None:
         """Check the folder."""
         if not self.folder:

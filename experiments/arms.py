@@ -49,6 +49,11 @@ class ArmSpec:
     draft_length: Plugin
     phase_events: bool = False  # see `specdec.config.EngineConfig`
 
+    @property
+    def is_recorder(self) -> bool:
+        """Return whether the drafter keeps what it is given; see `drafters.base.DrafterConfig`."""
+        return getattr(self.drafter.config, "is_recorder", False) is True
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -291,10 +296,13 @@ def build_engine(
 
 
 def build_arm(spec: ArmSpec, config: RunConfig, target: LoadedTarget) -> Arm:
-    """Build an arm and run its untimed warm-up, which leaves no trace and counts no launch."""
+    """Build an arm and run its untimed warm-up, which leaves no trace and counts no launch.
+
+    A recorder has none: it would record it.
+    """
     trace = StepTrace()
     arm = Arm(spec, build_engine(spec, config, target), trace)
-    if config.warmup_tokens:
+    if config.warmup_tokens and not spec.is_recorder:
         params = dataclasses.replace(
             config.sampling.params(seed=config.seed, max_tokens=config.warmup_tokens),
             ignore_eos=True,

@@ -38,6 +38,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 1  # raise it when `convert_gguf` writes something else: older folders are then redone
 
 MANIFEST = "manifest.json"
+TRAINED_FOLDER = "drafter"  # of a folder of training, where what it trained lies
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
@@ -166,6 +167,43 @@ def verify_folder(path: Path) -> list[str]:
     return problems
 
 
+def check_folder(name: str, what: str) -> None:
+    """Check what is clearly a local folder, before anything that takes longer is loaded.
+
+    Clear is what exists, and what begins with ".", "/" or "~" or ends with "/"; the rest may be a
+    name of the hub.
+
+    Args:
+        name: of a folder, or anything else.
+        what: is wanted there, for the message.
+
+    Raises:
+        WeightsError: the folder does not exist, or has no config.json.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        _check_config_file(folder)
+    elif name.startswith((".", "/", "~")) or name.endswith("/"):
+        is_what = "is no folder" if folder.exists() else "does not exist"
+        raise WeightsError(f"{what} folder {name!r} {is_what}; give a folder or a hub id")
+
+
+def _check_config_file(folder: Path) -> None:
+    """Check that a folder has a config.json.
+
+    Raises:
+        WeightsError: it has none; where its folder `drafter` has one, the message says so.
+    """
+    if (folder / "config.json").is_file():
+        return
+    inner = folder / TRAINED_FOLDER
+    if (inner / "config.json").is_file():
+        raise WeightsError(f"{folder} has no config.json; did you mean {inner}, which has one?")
+    raise WeightsError(
+        f"{folder} has no config.json; give a model folder with config.json and *.safetensors"
+    )
+
+
 def check_weight_files(folder: Path) -> None:
     """Refuse a local model folder whose weights are missing, damaged or a pickle.
 
@@ -174,10 +212,7 @@ def check_weight_files(folder: Path) -> None:
     Raises:
         WeightsError: Says in one sentence what is wrong and how to fix it.
     """
-    if not (folder / "config.json").is_file():
-        raise WeightsError(
-            f"{folder} has no config.json; give a model folder with config.json and *.safetensors"
-        )
+    _check_config_file(folder)
     for index in sorted(folder.glob("*.safetensors.index.json")):
         _check_index(index)
     files = sorted(folder.glob("*.safetensors"))

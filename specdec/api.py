@@ -1,5 +1,6 @@
 """`LLM.generate`: prompts in, texts out, over the step-level engine."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -8,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from runner.loader import LoadedTarget
+from specdec.config import EngineConfig, check_keys
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import CapacityError, ConfigError, UnsupportedError
 from specdec.intake import Prompt
 from specdec.parallel.replicas import DataParallelEngine
 from specdec.trace import StepTrace
 from specdec.types import Increment, RequestOutput, SamplingParams
+
+_OWN_OPTIONS = ("target", "drafter", "verifier", "num_speculative_tokens", "trace", "draft_length")
 
 
 class LLM:
@@ -48,6 +52,9 @@ class LLM:
         draft_length: str | Mapping[str, Any] | object = "fixed",
         **options: Any,
     ) -> None:
+        if "config" not in options:  # an EngineConfig instead of its fields: the engine's to check
+            names = [f.name for f in dataclasses.fields(EngineConfig)]
+            check_keys(options, [*_OWN_OPTIONS, *names], "engine option")
         replicas = options.get("data_parallel_size", 1)
         several = isinstance(replicas, int) and replicas > 1
         self.engine = (DataParallelEngine if several else Engine)(
@@ -80,14 +87,12 @@ class LLM:
             One output a prompt, in the order of the prompts.
 
         Raises:
-            ConfigError: a prompt or parameter that is not allowed. Nothing stays queued after this
-                or any other error.
+            ConfigError: a prompt or parameter that is not allowed; of several prompts the message
+                begins with the index of the one. Nothing stays queued after an error.
+            UnsupportedError, CapacityError: see `Engine.add_request`.
         """
         batch = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(batch)
-        if len(params) != len(batch):
-            raise ConfigError(f"{len(params)} sampling parameters for {len(batch)} prompts")
+        each = _params_of(params, len(batch))
         if labels is not None and len(labels) != len(batch):
             raise ConfigError(f"{len(labels)} labels for {len(batch)} prompts")
         names = [f"generate-{next(self._ids)}" for _ in batch]
@@ -97,7 +102,12 @@ class LLM:
         try:
             for i, (name, prompt) in enumerate(zip(names, batch, strict=True)):
                 label = labels[i] if labels is not None else None
-                self.engine.add_request(name, prompt, params[i], label)
+                try:
+                    self.engine.add_request(name, prompt, each[i], label)
+                except (ConfigError, UnsupportedError, CapacityError) as error:
+                    if len(batch) == 1:
+                        raise
+                    raise type(error)(f"prompt {i}: {error}") from error
                 own.add(name)
             while len(outputs) < len(names):
                 increments = self.engine.step()
@@ -117,6 +127,25 @@ class LLM:
                 for name in self.engine.unfinished_ids & own:
                     cleanup.callback(self.engine.discard, name)
         return [outputs[name] for name in names]
+
+
+def _params_of(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """Return the sampling parameters of each prompt.
+
+    Raises:
+        ConfigError: something else was given, or another number of them.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    wrong = f"give a SamplingParams for all prompts, or a list of one each ({num_prompts})"
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise ConfigError(f"params={params!r} is not allowed; {wrong}")
+    for i, own in enumerate(params):
+        if not isinstance(own, SamplingParams):
+            raise ConfigError(f"params[{i}]={own!r} is not allowed; {wrong}")
+    if len(params) != num_prompts:
+        raise ConfigError(f"{len(params)} sampling parameters for {num_prompts} prompts; {wrong}")
+    return list(params)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

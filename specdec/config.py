@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import UnionType
@@ -12,6 +12,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from specdec.errors import ConfigError
 
 T = TypeVar("T")
+
+_LEAST_PREFIX = 3  # characters from which the beginning of a name stands for it
 
 
 @dataclass(frozen=True)
@@ -170,14 +172,28 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], what: str) -> T:
         ConfigError: an unknown key (the message lists the allowed ones and the nearest), or a value
             of the wrong type.
     """
-    allowed = [f.name for f in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
-    for key in values:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"unknown {what} {key!r}; {hint}allowed: {', '.join(allowed)}")
+    check_keys(values, [f.name for f in dataclasses.fields(cls)], what)  # pyright: ignore[reportArgumentType]
     check_types(cls, values, what)
     return cls(**values)
+
+
+def check_keys(values: Iterable[str], allowed: Sequence[str], what: str) -> None:
+    """Check that keys are known.
+
+    Raises:
+        ConfigError: one is not; the message lists the allowed ones and the nearest.
+    """
+    for key in values:
+        if key not in allowed:
+            hint = did_you_mean(key, allowed)
+            raise ConfigError(f"unknown {what} {key!r}; {hint}allowed: {', '.join(allowed)}")
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return "did you mean ...? " with the nearest known name, or nothing where none is near."""
+    longer = [other for other in known if len(name) >= _LEAST_PREFIX and other.startswith(name)]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def check_types(cls: type, values: Mapping[str, Any], what: str) -> None:

@@ -5,7 +5,6 @@ an imported module, an entry point of the group `specdec.drafters`, or a dotted 
 """
 
 import dataclasses
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from specdec.config import from_mapping
+from specdec.config import did_you_mean, from_mapping
 from specdec.errors import ConfigError
 from specdec.protocols import API_VERSION
 
@@ -59,7 +58,7 @@ _ENTRY_POINT_GROUPS = {
 }
 
 
-_MAX_SHOWN = 8  # plug-ins of others that a refusal lists
+_MAX_SHOWN = 8  # plug-ins of others, or of one module, that a refusal lists
 
 
 @dataclass(frozen=True)
@@ -152,15 +151,39 @@ def resolve(kind: str, name: str) -> PluginEntry:
         module, cls_name = name.split(":", 1)
         wanted = getattr(sys.modules.get(module), cls_name, None)
         entry = next((e for e in _registered[kind].values() if e.cls is wanted), None)
+        if entry is None:
+            raise ConfigError(_lacking(kind, module, cls_name))
     if entry is None:
         names = known_names(kind)
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, names)
         ours = [known for known in names if known in _BUILTIN[kind]]
         others = [known for known in names if known not in _BUILTIN[kind]]
         shown = [*ours, *others[:_MAX_SHOWN], *(["..."] if len(others) > _MAX_SHOWN else [])]
         raise ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(shown) or 'none'}")
     return entry
+
+
+def _lacking(kind: str, module: str, cls_name: str) -> str:
+    """Return what a module that was imported registers instead of a class."""
+    attributes = vars(sys.modules[module])
+    found = _registered[kind].values()
+    own = [entry.cls.__name__ for entry in found if entry.cls.__module__ == module] or [
+        entry.cls.__name__ for entry in found if attributes.get(entry.cls.__name__) is entry.cls
+    ]  # a package may take its classes from modules of its own
+    what = kind.replace("_", " ")
+    if cls_name in attributes:
+        return (
+            f"{cls_name} of module {module} is not registered as a {what}; put "
+            f"@register_{kind}(<name>, <config class>) of specdec.registry above it"
+        )
+    if not own:
+        return (
+            f"module {module} has no {what} {cls_name}, and registers none; decorate its class "
+            f"with @register_{kind}(<name>, <config class>) of specdec.registry"
+        )
+    hint = did_you_mean(cls_name, own)
+    shown = [*own[:_MAX_SHOWN], *(["..."] if len(own) > _MAX_SHOWN else [])]
+    return f"module {module} has no {what} {cls_name}; {hint}it registers {', '.join(shown)}"
 
 
 def _import_provider(kind: str, name: str) -> None:

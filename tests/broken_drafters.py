@@ -279,6 +279,30 @@ class StaleKind(SoundLaw):
         scatter_rows(self.buffers.draft_kind, ctx.idx_mapping, stale)
 
 
+@register_drafter("sound_kinds", DrafterConfig)
+class SoundKinds(SoundLaw):
+    """Tells the kind by the temperature alone."""
+
+    def write_law(self, ctx: DraftContext, logits: Tensor, kind: Tensor) -> None:
+        """Write the law, and a kind for each place."""
+        greedy = self.temperature(ctx) == 0
+        kind = torch.where(greedy, DRAFT_KIND_ONE_HOT, DRAFT_KIND_WITH_Q).to(torch.int8)
+        super().write_law(ctx, logits, kind)
+
+    def temperature(self, ctx: DraftContext) -> Tensor:
+        """Return the temperature of each place."""
+        return ctx.temperature[rows_of(ctx)]
+
+
+@register_drafter("broken_kind_places", DrafterConfig)
+class KindOfPlaces(SoundKinds):
+    """Takes the temperature of place i from row i."""
+
+    def temperature(self, ctx: DraftContext) -> Tensor:
+        """Return that of rows 0, 1, ..."""
+        return ctx.temperature[: ctx.num_reqs]
+
+
 @register_drafter("broken_law", DrafterConfig)
 class OtherLaw(SoundLaw):
     """Hands over a flatter law than the one that it drew from."""

@@ -197,8 +197,33 @@ def test_numbers_of_parameters_and_labels_must_be_that_of_the_prompts() -> None:
     llm = make_llm()
     refused(ConfigError, lambda: llm.generate(["x", "y"], [SamplingParams()]), "1 sampling", "2")
     refused(ConfigError, lambda: llm.generate(["x", "y"], labels=["a"]), "1 labels", "2")
-    wrong: Any = [{"temperature": 0}]
-    refused(ConfigError, lambda: llm.generate(["x"], wrong), "temperature", "SamplingParams")
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, [{"temperature": 0}], "greedy", 0.0, [None], ["x"]]
+)
+def test_parameters_of_another_type_are_refused_by_their_place(params: Any) -> None:
+    llm = make_llm()
+    shown = f"[0]={params[0]!r}" if isinstance(params, list) else f"={params!r}"
+    refused(ConfigError, lambda: llm.generate(["x"], params), f"params{shown}", "a SamplingParams")
+    assert not llm.engine.has_requests
+
+
+def test_of_several_prompts_the_refused_one_is_named() -> None:
+    llm, few = make_llm(num_kv_blocks=2, block_size=8), SamplingParams(max_tokens=4)
+    refused(ConfigError, lambda: llm.generate(["a", "x" * 40], few), "prompt 1: the prompt has 40")
+    params = [few, SamplingParams(max_tokens=20)]
+    refused(CapacityError, lambda: llm.generate(["a", "b"], params), "prompt 1: ", "KV blocks")
+    with pytest.raises(ConfigError, match=r"^the prompt has 40"):
+        llm.generate("x" * 40)
+    assert not llm.engine.has_requests
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_an_unknown_option_is_told_the_constructors_own_names() -> None:
+    for given, meant in (("num_spec", "num_speculative_tokens"), ("draftr", "drafter")):
+        parts = f"{given!r}", f"did you mean {meant!r}", "draft_length, device", "max_model_len"
+        refused(ConfigError, lambda given=given: LLM(**{given: 3}), *parts)
 
 
 def test_id_of_a_running_request_is_refused_and_can_be_used_again_later() -> None:
@@ -373,6 +398,31 @@ def test_draft_model_with_the_same_tokenizer_is_taken(tmp_path: Path) -> None:
 def test_draft_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     drafter = {"name": "draft_model", "model": str(tmp_path / "none")}
     refused(WeightsError, lambda: make_llm(drafter), str(tmp_path / "none"), "does not exist")
+
+
+HEADS = ("eagle", "eagle3", "medusa", "block_parallel", "draft_model")
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("name", HEADS)
+def test_a_local_folder_of_a_drafter_is_checked_before_the_target_loads(
+    name: str, tmp_path: Path
+) -> None:
+    def make(path: str) -> LLM:
+        return LLM(drafter={"name": name, "model" if name == "draft_model" else "path": path})
+
+    for path in ("/no/such", "./no_such", "~/no_such_folder", "no/such/"):
+        refused(WeightsError, lambda path=path: make(path), repr(path), "does not exist")
+    (tmp_path / "file").touch()
+    refused(WeightsError, lambda: make(str(tmp_path / "file")), "is no folder")
+    refused(WeightsError, lambda: make(str(tmp_path)), str(tmp_path), "no config.json")
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text("{}")
+    refused(WeightsError, lambda: make(str(tmp_path)), f"did you mean {tmp_path / 'drafter'}")
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        make("some/hub-id")  # may be one of the hub
+    with pytest.raises(AssertionError, match="the target was loaded"):
+        make(str(tmp_path / "drafter"))
 
 
 def test_every_error_of_ours_is_a_specdec_error() -> None:

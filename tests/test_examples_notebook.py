@@ -5,8 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from specdec.analysis import load
+from tests.test_experiments_report import ARMS, write_run
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "examples" / "analysis.ipynb"
@@ -18,6 +22,22 @@ def test_the_notebook_ships_without_outputs() -> None:
     for cell in cells:
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
+
+
+def test_an_arm_is_compared_with_another_and_runs_are_counted_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "alone", ARMS[:1])
+    for name in ("one", "two"):
+        write_run(tmp_path / "runs" / name, ARMS[:2])
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    counting = next(source for source in sources if "num_accepted" in source)
+    comparing = next(source for source in sources if "runs.compare" in source)
+    known: dict[str, Any] = {"runs": load(tmp_path / "runs", unfinished=True)}
+    exec(counting, known)
+    assert known["counts"].index.names == ["run", "arm"]
+    assert set(known["counts"].index.get_level_values("run")) == {"one", "two"}
+    exec(comparing, known)
+    assert (known["first"], known["one"], known["other"]) == ("one", ARMS[1][0], ARMS[0][0])
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def test_the_command_line_wins_over_a_preset() -> None:
         (["drafter.max_n=abc"], ["drafter.max_n='abc'", "an integer"]),
         (["drafter.max_n=0"], ["min_n=1", "max_n=0", "1 <= min_n <= max_n"]),
         (["sampling.temperatur=1"], ["sampling.temperatur", "'temperature'"]),
-        (["sampling.temperature=-1"], ["sampling.temperature=-1", "a number >= "]),
+        (["sampling.temperature=-1"], ["sampling.temperature=-1", "a number in [1e-5"]),
         (["sampling.temperature=hot"], ["sampling.temperature='hot'", "a number"]),
         (["sampling.top_p=0"], ["sampling.top_p=0", "(0, 1]"]),
         (["+sampling.foo=1"], ["sampling.foo", "temperature"]),

@@ -1,5 +1,6 @@
 """The run app end to end on a tiny random model: folder, arms, turns, batches, exit codes."""
 
+import gc
 import getpass
 import json
 import logging
@@ -55,6 +56,23 @@ def run(
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_recorder_sees_the_timed_requests_alone(
+    run: Callable[..., RunResult], tmp_path: Path, mixed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = ["drafter=record", f"drafter.folder={tmp_path / 'texts'}"]
+    if mixed:
+        own = f"{{name:record,folder:{tmp_path / 'texts'}}}"
+        overrides = ["drafter=mixed", f"drafter.drafters=[{own},{{name:ngram}}]"]
+    result = run(*overrides)
+    gc.collect()  # what was not written is, where its drafter ends
+    assert len(list((tmp_path / "texts").glob("*.safetensors"))) == 4  # turns
+    verdict = json.loads((result.folder / "arms.json").read_text())[1]["verdict"]
+    assert verdict["status"] == "not checked"
+    assert verdict["note"].startswith("a recorder")
+    assert not [r for r in caplog.records if "recorded texts already" in r.getMessage()]
 
 
 def test_a_run_leaves_the_whole_folder(run: Callable[..., RunResult]) -> None:

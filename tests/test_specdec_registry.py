@@ -99,6 +99,21 @@ def test_unknown_key_names_the_nearest() -> None:
         build_config("drafter", {"name": "ngram", "max_m": 3})
 
 
+def test_a_module_without_the_class_says_what_it_registers(plugin_folder: Path) -> None:
+    source = "from drafters.ngram import NgramDrafter\n" + PLUGIN.format(name="echo_lacking")
+    source += "\n\nclass Plain: pass\n"
+    (plugin_folder / "echo_lacking.py").write_text(source)
+    (plugin_folder / "echo_empty.py").write_text("")
+    for name, words in (
+        ("echo_lacking:Nope", "echo_lacking has no drafter Nope; it registers EchoDrafter$"),
+        ("echo_lacking:EchDrafter", "did you mean 'EchoDrafter'"),
+        ("echo_lacking:Plain", r"Plain of module echo_lacking is not registered.*@register_draft"),
+        ("echo_empty:Nope", "echo_empty has no drafter Nope, and registers none; decorate"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resolve("drafter", name)
+
+
 def test_missing_module_of_a_path_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"cannot import 'no_such_module_here'"):
         resolve("drafter", "no_such_module_here:Drafter")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -67,13 +68,17 @@ def fit(values: FitConfig, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_falls_and_the_folder_loads_by_name(
-    folders: dict[str, str], method: str, tmp_path: Path
+    folders: dict[str, str], method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    figures = fit(config(folders, method=method, warm_start=False), tmp_path)
+    with caplog.at_level(logging.INFO):
+        figures = fit(config(folders, method=method, warm_start=False), tmp_path)
+    option = "model" if method == "draft_model" else "path"
+    used = f"experiments.run drafter={method} drafter.{option}={tmp_path}/drafter"
+    assert used in caplog.messages[-1]
     curve = curve_of(tmp_path)
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert figures["loss"] == curve[-1]["loss"]
-    spec = {"name": method, "model" if method == "draft_model" else "path": f"{tmp_path}/drafter"}
+    spec = {"name": method, option: f"{tmp_path}/drafter"}
     plain = LLM(folders["target"], "none", "greedy", dtype="float32", device="cpu", **SMALL)
     llm = LLM(folders["target"], spec, "greedy", K, dtype="float32", device="cpu", **SMALL)
     prompts = random_prompts([5, 9])

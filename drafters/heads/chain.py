@@ -18,6 +18,7 @@ from drafters.heads.modules import ChainHead, make_head
 from drafters.shipped import SHIPPED, shipped_folder
 from runner.head_inputs import first_head_inputs, next_head_inputs
 from runner.kv_cache import PagedKVCache
+from runner.weights import check_folder
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.protocols import (
     DraftContext,
@@ -41,9 +42,11 @@ class HeadConfig(DraftSamplingConfig):
     path: str = ""
 
     def __post_init__(self) -> None:
-        """Check the choices."""
+        """Check the choices, and a local folder."""
         if not self.path:
             raise ConfigError(f"drafter {self.name} needs path=<folder of the head>, got none")
+        if self.path != SHIPPED:
+            check_folder(self.path, "head")
         super().__post_init__()
 
 

@@ -12,6 +12,7 @@ configuration of FSDP works, too. Needs torch, transformers, safetensors, numpy 
 import json
 import logging
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,7 @@ from experiments.training.states_cache import StatesCache
 from experiments.training.trainee import Trainee, method_class
 from experiments.training.vocabulary import choose_vocabulary
 from runner.loader import eos_token_ids, resolve_device, resolve_dtype
+from runner.weights import TRAINED_FOLDER
 from specdec.errors import ConfigError, WeightsError
 from specdec.log import progress as progress_bar
 
@@ -133,8 +135,17 @@ class Trainer:
         if figures.num_batches:
             last = self._log(figures) or last
         self._save_checkpoint()
-        self._save_drafter(self.run.folder / "drafter")
+        self._save_drafter(self.run.folder / TRAINED_FOLDER)
+        if self.accelerator.is_main_process:
+            self._tell_how_to_use()
         return self._record(last)
+
+    def _tell_how_to_use(self) -> None:
+        """Log what selects the drafter in a run."""
+        spec = self.trainee.drafter(self.run.folder / TRAINED_FOLDER)
+        name = spec.pop("name")
+        options = [f"drafter={name}", *(f"drafter.{key}={value}" for key, value in spec.items())]
+        logger.info("use it: python -m experiments.run %s", shlex.join(options))
 
     def _epoch(self) -> Iterator[np.ndarray]:
         """Give the batches of the epoch that are left, as indices, counting them."""
@@ -350,7 +361,7 @@ class Trainer:
             self.run.command, config.seed, self.device, self.target.model.dtype
         )
         provenance["duration_s"] = round(self.progress.seconds, 1)
-        folder = self.run.folder / "drafter"
+        folder = self.run.folder / TRAINED_FOLDER
         figures = {
             "loss": last.get("loss"),
             "accepted": last.get("accepted"),

@@ -30,6 +30,7 @@ _MOST_FLIPS = 0.02
 _TOLERANCE = 1e-3  # of laws and KV, relative to their largest element
 _MOST_RESUMED = 120
 NO_DRAFTS = "it drafted nothing in these texts"
+_FIX_KINDS = "draft_kind is that of another row: index ctx.temperature by row (ctx.idx_mapping)"
 _TEXTS_ALONE = "texts alone: declared uses_history=True"
 
 
@@ -213,11 +214,16 @@ def check_against_scratch(
         if new is not None and new.token_ids == old.token_ids:
             pairs.append((old, new))  # else it ended, or its last token was drawn at a near-tie
     assert len(pairs) > len(chosen) // 2, f"only {len(pairs)} of {len(chosen)} texts came again"
-    check_proposals(pairs, where, "those of the committed text computed from scratch", fix)
+    expected = "those of the committed text computed from scratch"
+    check_proposals(pairs, where, expected, fix, _FIX_KINDS)
 
 
 def check_proposals(
-    pairs: Sequence[tuple[Proposal, Proposal]], where: str, expected: str, fix: str
+    pairs: Sequence[tuple[Proposal, Proposal]],
+    where: str,
+    expected: str,
+    fix: str,
+    fix_kinds: str | None = None,
 ) -> None:
     """Compare drafts, kinds and laws of proposals for the same texts.
 
@@ -226,14 +232,16 @@ def check_proposals(
         where: the judged ones were made.
         expected: what the others are, in words.
         fix: what most likely mends it.
+        fix_kinds: likewise, where nothing but the kinds differs; None takes `fix`.
 
     Raises:
         RuleBroken: more drafts differ than rounding can explain, or a law does.
     """
-    flips, first = 0, ""
+    flips, first, kinds_alone = 0, "", True
     for old, new in pairs:
         if (old.drafts, old.kind) != (new.drafts, new.kind):
             flips += 1
+            kinds_alone &= old.drafts == new.drafts
             first = first or (
                 f"at length {len(old.token_ids)} {list(old.drafts)} of kind {old.kind} instead of "
                 f"{list(new.drafts)} of kind {new.kind}"
@@ -242,7 +250,8 @@ def check_proposals(
             _check_law(old.logits, new.logits, where, expected, fix)
     if flips > max(1, _MOST_FLIPS * len(pairs)):
         raise RuleBroken(
-            f"{flips} of {len(pairs)} proposals {where} are not {expected}, the first {first}", fix
+            f"{flips} of {len(pairs)} proposals {where} are not {expected}, the first {first}",
+            fix_kinds or fix if kinds_alone else fix,
         )
 
 
