@@ -1,8 +1,8 @@
 """A job of a sweep: which folder it has, when it is done, and how it is run.
 
 A job is one composed configuration of `experiments.run`. Its folder is named by a hash of what in
-that determines its result and is finished when it holds `done.json`, which is written last and tells
-the code, too; a folder without it is started anew.
+that determines its result and is finished when it holds `done.json`, which is written last and
+tells the code, too; a folder without it is started anew.
 """
 
 import contextlib
