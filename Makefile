@@ -14,7 +14,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 
 READY := $(VENV)/.ready
 PACKAGES := specdec runner drafters sampler experiments examples tests benchmarks
 
-.PHONY: help setup weights demo bench bundle test test-gpu test-full lint type fmt clean
+.PHONY: help setup weights demo bench bundle test test-gpu test-full lint type fmt clean \
+	clean-results
 .DEFAULT_GOAL := help
 
 help:
@@ -24,7 +25,9 @@ help:
 	@echo "make test-full  tests on real weights, and the pages in a browser (needs Chromium)"
 	@echo "make bench      speed beside transformers' generate, interleaved in one process"
 	@echo "make bundle     what a GPU host without network needs, in parts (docs/gpu_hosts.md)"
-	@echo "make lint type fmt setup weights clean"
+	@echo "make clean      remove the environment and caches; results stay"
+	@echo "make clean-results  remove all results: outputs, multirun and wandb"
+	@echo "make lint type fmt setup weights"
 
 $(READY): pyproject.toml $(wildcard $(CONSTRAINTS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -69,4 +72,7 @@ fmt: $(READY)
 	$(BIN)/ruff format $(PACKAGES)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache outputs multirun wandb
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+clean-results:
+	rm -rf outputs multirun wandb

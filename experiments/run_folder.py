@@ -1,4 +1,7 @@
-"""The files of a run folder, each replaced in one step, so that a kill leaves whole files."""
+"""The files of a run folder, each replaced in one step, so that a kill leaves whole files.
+
+A folder that holds a run takes no other: files of two would lie beside one another.
+"""
 
 import errno
 import json
@@ -9,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
 
 from experiments.arms import Arm, turn_line
-from specdec.errors import CapacityError
+from experiments.cli import tell_failure
+from specdec.errors import CapacityError, ConfigError
 from specdec.latencies import latency_frame
 
+# What a run writes and nothing else does; the first is there before anything is timed.
+_OF_A_RUN = ("arms.json", "timings.parquet")
 _FLUSH_EVERY_S = 3.0
 _FLUSH_SHARE = 0.05  # of a long run's time at most: whole files are written each time
 
@@ -94,6 +102,31 @@ class UnwrittenFolder(RunFolder):
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
         """Write nothing."""
+
+
+def refuse_used_folder(path: Path) -> None:
+    """Refuse a folder in which a run has begun to measure.
+
+    Raises:
+        ConfigError: it holds files of a run.
+    """
+    found = [name for name in _OF_A_RUN if (path / name).exists()]
+    if found:
+        raise ConfigError(
+            f"{path} holds a run already ({', '.join(found)}); give another hydra.run.dir, or "
+            "remove the folder"
+        )
+
+
+class KeepsRuns(Callback):
+    """Refuses a folder that holds a run before Hydra writes its own files into it."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """End the process as a user's mistake does: Hydra would only warn of another error."""
+        try:
+            refuse_used_folder(Path(config.hydra.run.dir))
+        except ConfigError as error:
+            raise SystemExit(tell_failure(error)) from None
 
 
 def _join(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:

@@ -1,8 +1,9 @@
-"""Run every combination of given values: `python -m experiments.sweep -m drafter=none,ngram ...`.
+"""Run every combination of given values: `python -m experiments.sweep -m drafter=ngram,suffix ...`.
 
 Each combination is a job: one run of `experiments.run` in `<hydra.sweep.dir>/<hash of its
-configuration>/`. The same command in the same folder runs what is missing. `hydra/launcher` says
-where jobs run: in this process, in several (joblib), on Ray or through submitit (Slurm).
+configuration>/`. The same command in the same folder runs what is missing, and what ran with other
+source of a plug-in. `hydra/launcher` says where jobs run: in this process, in several (joblib), on
+Ray or through submitit (Slurm).
 """
 
 import os
@@ -88,7 +89,8 @@ def main() -> int:
         what = f"does not know {flags[0]}" if flags else "needs -m"
         print(
             f"error: a sweep {what}; give for instance python -m experiments.sweep -m "
-            "drafter=none,ngram num_speculative_tokens=2,4 (one run is python -m experiments.run)",
+            "drafter=ngram,suffix num_speculative_tokens=2,4 (one run is python -m "
+            "experiments.run)",
             file=sys.stderr,
         )
         return 1

@@ -1,8 +1,8 @@
 """A job of a sweep: which folder it has, when it is done, and how it is run.
 
-A job is one composed configuration of `experiments.run`. Its folder is named by a hash of what
-determines its result and is finished when it holds `done.json`, which is written last; a folder
-without it is started anew.
+A job is one composed configuration of `experiments.run`. Its folder is named by a hash of what in
+that determines its result and is finished when it holds `done.json`, which is written last and
+tells the code, too; a folder without it is started anew.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from experiments.provenance import shown_command
 from experiments.run import execute
 from experiments.run_folder import RunFolder
 from experiments.schemas import RunConfig, load_config
+from experiments.sweep_code import code_entry, hash_plugins
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError, SpecdecError
 from specdec.log import setup_logging, warn_once
@@ -95,11 +96,13 @@ class Job:
         key: names its folder.
         overrides: that tell it from the sweep's other jobs.
         mistake: why it cannot be run, None where its configuration is sound.
+        plugins: hashes of the source of its plug-ins (`experiments.sweep_code`).
     """
 
     key: str
     overrides: tuple[str, ...]
     mistake: str | None = None
+    plugins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def resolved_job(cfg: DictConfig) -> dict[str, Any]:
 
 
 def job_key(resolved: Mapping[str, Any]) -> str:
-    """Return the hash of what determines a job's result, as a folder's name."""
+    """Return the hash of the values that determine a job's result, as a folder's name."""
     values = {key: value for key, value in resolved.items() if key not in _NO_RESULT}
     text = json.dumps(_text_keys(values), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_CHARS]
@@ -150,10 +153,10 @@ def make_job(cfg: DictConfig, overrides: tuple[str, ...]) -> Job:
     key = "-"
     try:
         key = job_key(resolved_job(own))
-        load_job(own)
+        plugins = hash_plugins(load_job(own))
     except (SpecdecError, OmegaConfBaseException) as error:
         return Job(key, overrides, explain(error))
-    return Job(key, overrides)
+    return Job(key, overrides, plugins=plugins)
 
 
 def load_job(cfg: DictConfig) -> SweepConfig:
@@ -252,8 +255,10 @@ def run_sweep_job(cfg: DictConfig) -> None:
         started = time.monotonic()
         try:
             _clear(folder)
-            _run_job(cfg, hydra_config, folder, sweep_dir)
-            _mark_done(folder, time.monotonic() - started)
+            config = load_job(cfg)
+            code = code_entry(hash_plugins(config))
+            _run_job(config, resolved_job(cfg), folder, sweep_dir)
+            _mark_done(folder, time.monotonic() - started, code)
         except Exception as error:  # of any kind: the other jobs of the sweep do not depend on it
             known = is_users_mistake(error)
             reason = explain(error) if known else f"{type(error).__name__}: {error}"
@@ -274,8 +279,8 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _run_job(cfg: DictConfig, hydra_config: Any, folder: Path, sweep_dir: Path) -> None:
-    config, resolved = load_job(cfg), resolved_job(cfg)
+def _run_job(config: SweepConfig, resolved: dict[str, Any], folder: Path, sweep_dir: Path) -> None:
+    hydra_config = HydraConfig.get()
     if isinstance(config.tracker, WandbConfig):
         group = group_of(config.tracker, config.sweep.group, sweep_dir)
         config.tracker = wandb_of(config.tracker, group, is_debug(hydra_config))
@@ -315,7 +320,7 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _mark_done(folder: Path, seconds: float) -> None:
+def _mark_done(folder: Path, seconds: float, code: Mapping[str, Any]) -> None:
     """Write the marker that the job is finished, the last file of its folder."""
     provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     marker = {
@@ -323,7 +328,7 @@ def _mark_done(folder: Path, seconds: float) -> None:
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "traces": sorted(path.name for path in folder.glob("*.parquet")),
-        "commit": provenance["commit"],
+        **code,
         "versions": provenance["versions"],
     }
     RunFolder(folder).write_json(DONE, marker)

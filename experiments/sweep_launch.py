@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -17,7 +18,9 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.sweep_code import changed_plugins, warn_of_other_code
 from experiments.sweep_jobs import (
+    DONE,
     FAILED,
     ONE_MACHINE,
     Job,
@@ -64,10 +67,26 @@ class Sweep:
         """Return the launcher's name, an option of `hydra/launcher`."""
         return str(self.config.hydra.runtime.choices["hydra/launcher"])
 
-    def missing(self) -> list[Job]:
-        """Return the jobs that can be run and are not done."""
-        sound = [job for job in self.jobs if job.mistake is None]
-        return [job for job in sound if read_done(self.folder / job.key) is None]
+    def split(self) -> tuple[list[Job], dict[str, list[str]], list[dict[str, Any]]]:
+        """Return what is to be done of the jobs that can be run, and what is not.
+
+        Returns:
+            The jobs to run; by the name of a job's folder, for those among them that are done with
+            other source, the plug-ins whose it is; the markers of all other jobs.
+        """
+        jobs: list[Job] = []
+        outdated: dict[str, list[str]] = {}
+        kept: list[dict[str, Any]] = []
+        for job in self.jobs:
+            done = read_done(self.folder / job.key) if job.mistake is None else None
+            changed = [] if done is None else changed_plugins(done, job.plugins)
+            if changed:
+                outdated[job.key] = changed
+            if done is not None and not changed:
+                kept.append(done)
+            elif job.mistake is None:
+                jobs.append(job)
+        return jobs, outdated, kept
 
 
 def plan_sweep(hydra: Hydra, overrides: Sequence[str]) -> Sweep:
@@ -101,23 +120,29 @@ def launch_missing(sweep: Sweep) -> dict[str, str]:
         ConfigError: the launcher's package is not installed.
         CapacityError: the sweep's folder cannot be written.
     """
-    jobs = sweep.missing()
-    there = sum(job.mistake is None for job in sweep.jobs) - len(jobs)
-    logger.info("%d of %d jobs are there already in %s", there, len(sweep.jobs), sweep.folder)
+    jobs, outdated, kept = sweep.split()
+    logger.info("%d of %d jobs are there already in %s", len(kept), len(sweep.jobs), sweep.folder)
+    warn_of_other_code(kept, sweep.folder)
+    if outdated:
+        names = ", ".join(sorted({name for changed in outdated.values() for name in changed}))
+        what = "%d finished jobs ran with other source of %s: they run again, in place of the old"
+        logger.warning(what, len(outdated), names)
     ended: dict[str, str] = {}
     if not jobs:
         return ended
+    launcher = _Launcher(sweep)
     try:
         sweep.folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(sweep.config, sweep.folder / "multirun.yaml")
         for job in jobs:
             (sweep.folder / job.key / FAILED).unlink(missing_ok=True)
+        for key in outdated:  # the old result must not be told where the new job fails
+            (sweep.folder / key / DONE).unlink(missing_ok=True)
     except OSError as error:
         raise CapacityError(
             f"{sweep.folder} cannot be written ({error.strerror or error}); free some space, make "
             "it writable, or set hydra.sweep.dir to another folder"
         ) from error
-    launcher = _Launcher(sweep)
     size = sweep.config.sweep.workers if sweep.launcher in _UNLIMITED else len(jobs)
     for start in range(0, len(jobs), size):
         batch = jobs[start : start + size]
