@@ -6,7 +6,6 @@ machine hits all arms alike. Traces, texts, verdicts and the report go into Hydr
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -73,7 +72,6 @@ class RunResult:
     report: Path
     tables: list[Table]
     tracked_at: str | None
-    skipped: str | None = None  # what the tables leave out, in a sentence
 
 
 @dataclass
@@ -292,25 +290,7 @@ def _report(run: _Run) -> RunResult:
     tables = render_table(summary, categories)
     if run.config.workload.name != "groups":
         tables.append(_latency_table(latencies, run.config.workload.name))
-    entries = json.loads((path / "arms.json").read_text(encoding="utf-8"))
-    num_prompts = sum(len(question.turns) for question in run.questions)
-    skipped = _skipped_text([entry["num_skipped"] for entry in entries], num_prompts)
-    return RunResult(path, report, tables, run.tracker.location, skipped)
-
-
-def _skipped_text(num_skipped: Sequence[int], num_prompts: int) -> str | None:
-    """Say how many prompts did not fit, None where all did.
-
-    Args:
-        num_skipped: of each arm. They differ where later turns hold unlike answers.
-        num_prompts: turns of all questions.
-    """
-    lowest, highest = min(num_skipped), max(num_skipped)
-    if highest == 0:
-        return None
-    verb = "is" if highest == 1 else "are"
-    count = f"{highest}" if lowest == highest else f"{lowest} to {highest} (by arm)"
-    return f"{count} of {num_prompts} prompts did not fit and {verb} not in these figures"
+    return RunResult(path, report, tables, run.tracker.location)
 
 
 def _latency_table(latencies: pd.DataFrame, workload: str) -> Table:
@@ -338,8 +318,6 @@ def show(result: RunResult) -> None:
     console.width = max(console.width if console.is_terminal else 0, _TABLE_WIDTH)
     for table in result.tables:
         console.print(table)
-    if result.skipped is not None:
-        console.print(result.skipped, soft_wrap=True, highlight=False)
     console.print(f"report   {result.report}", soft_wrap=True, highlight=False)
     console.print(f"traces   {result.folder}/*.parquet", soft_wrap=True, highlight=False)
     if result.tracked_at is not None:
