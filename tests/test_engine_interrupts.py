@@ -4,7 +4,7 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,14 @@ PARAMS = [
     SamplingParams(temperature=t, seed=1, max_tokens=n) for t, n in ((0, 2), (0.8, 9), (0, 9))
 ]
 ROOT = str(Path(__file__).parent.parent)
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Have SIGINT raise, also where a shell that starts this in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @functools.cache

@@ -33,7 +33,7 @@ class LagConfig:
     lag: int = 1
 
 
-@register_drafter("lag", LagConfig)
+@register_drafter("swept", LagConfig)
 class LagDrafter(DrafterBase):
     pass
 """
@@ -201,7 +201,7 @@ def test_the_source_of_every_plugin_outside_the_project_counts(
     package = tmp_path / "swept_two"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "part.py").write_text(PLUGIN.replace('"lag"', '"lag2"'))
+    (package / "part.py").write_text(PLUGIN.replace('"swept"', '"swept2"'))
     monkeypatch.syspath_prepend(tmp_path)
 
     def hashes() -> dict[str, str]:
