@@ -270,6 +270,7 @@ class Engine:
             ConfigError: no unfinished request has that id.
         """
         self._end(request_id, self._pending)
+        self._host_drafts.tell_ended()
 
     def discard(self, request_id: str) -> Increment:
         """End a request at once; its last increment is returned here and comes with no step.
@@ -281,6 +282,7 @@ class Engine:
         ended = self._end(request_id, increments)
         # A step that failed may have left increments that were not handed out.
         self._pending = [i for i in self._pending if (i.request_id, i.sample_index) not in ended]
+        self._host_drafts.tell_ended()
         return increments[-1]
 
     def _end(self, request_id: str, increments: list[Increment]) -> set[tuple[str, int]]:
@@ -299,7 +301,6 @@ class Engine:
             for request in ended:
                 start = len(request.detokenizer.token_ids)
                 self._finish(request, start, Trimmed([], "abort"), increments)
-        self._host_drafts.tell_ended()
         return {(request_id, request.sample_index) for request in ended}
 
     def take_back(self, request_id: str) -> None:
