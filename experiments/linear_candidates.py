@@ -21,10 +21,13 @@ def candidates(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
 def _tiled(shape: LinearShape, limit: int) -> Iterator[LinearLaunch]:
     """Give launches whose tiles are moved by hardware."""
     tokens = {64: [(64, 0)], 160: [(128, 32), (64, 16)], 320: [(128, 32), (64, 0)]}[limit]
+    small = shape.rows * shape.columns <= 2**20
+    if small and limit == 160:
+        tokens = [*tokens, (32, 0), (64, 0)]  # fewer tokens each, so that there are enough programs
     for (block_t, more_t), block_n, splits in itertools.product(tokens, (64, 128, 256), (1, 2, 4)):
         programs = -(-shape.rows // block_n) * splits * -(-limit // (block_t + more_t))
         columns, block_k = block_n * (2 if shape.glu else 1), 128 if limit <= 64 else 64
-        if programs < 80 or (splits > 1 and (shape.glu or programs > 264)):
+        if programs < (40 if small else 80) or (splits > 1 and (shape.glu or programs > 264)):
             continue
         if -(-shape.columns // block_k) < 4 * splits or columns * (block_t + more_t) > 256 * 160:
             continue
