@@ -20,6 +20,7 @@ torch, triton, transformers and numpy:
 
     python -m experiments.bench_e2e --out e2e.json
     python -m experiments.bench_e2e --plot e2e.json e2e.png       (and matplotlib)
+    python -m experiments.bench_e2e --table e2e.json              its lines in Markdown
     python -m experiments.bench_e2e --compare old.json new.json   1 where a line became slower
 """
 
@@ -61,7 +62,7 @@ from experiments.e2e_run import (
     time_forward,
 )
 from experiments.e2e_scale import run_scale
-from experiments.e2e_tables import guard_text, line_text, record_text
+from experiments.e2e_tables import guard_text, line_text, markdown_table, record_text
 from experiments.provenance import collect_provenance, device_name, shown_command
 from runner.dispatch import on_device
 from runner.loader import resolve_device, resolve_dtype
@@ -393,7 +394,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record.
+    """Read a record of this bench.
 
     Raises:
         ConfigError: it is none.
@@ -402,8 +403,9 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"record {str(path)!r} cannot be read ({error})") from error
-    if not isinstance(record, dict):
-        raise ConfigError(f"record {str(path)!r} holds no mapping; give one of bench=e2e")
+    bench = record.get("bench") if isinstance(record, dict) else None
+    if bench != "e2e":
+        raise ConfigError(f"{str(path)!r} is of bench={bench!r}; give a record of bench=e2e")
     return record
 
 
@@ -429,6 +431,7 @@ def _parse() -> dict[str, Any]:
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--out", type=Path, help="where the JSON record goes")
     task.add_argument("--plot", nargs=2, type=Path, metavar=("RECORD", "PNG"))
+    task.add_argument("--table", type=Path, metavar="RECORD")
     task.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"))
     for name in ("device", "dtype", "shapes"):
         parser.add_argument(f"--{name}")
@@ -461,13 +464,16 @@ def _run(out: Path, given: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """Run, plot or compare without Hydra; returns 1 after one sentence, or for what was found."""
+    """Run, plot, show or compare without Hydra; returns 1 after a sentence or for what it found."""
     given = _parse()
     try:
         if "plot" in given:
             from experiments.e2e_plot import plot_record  # here: a GPU host lacks matplotlib
 
             plot_record(read_record(given["plot"][0]), given["plot"][1])
+            return 0
+        if "table" in given:
+            print(markdown_table(read_record(given["table"])))
             return 0
         if "compare" in given:
             old, new = (read_record(path) for path in given["compare"])

@@ -28,6 +28,18 @@ SCALE_HEADERS = (
 )
 
 
+_MARKDOWN_HEADERS = (
+    *("shape, drafter", "requests", "ms a step", "floor", "times floor", "peer", "aim"),
+    "target, verify, draft",
+)
+_MODEL_NAMES = {
+    "8b": "8B",
+    "8b_fp8": "8B in 8 bits",
+    "135m": "135M",
+    "135m_real": "135M, own weights",
+}
+
+
 def _number(value: float | None, form: str = "{:.3f}") -> str:
     return "-" if value is None else form.format(value)
 
@@ -171,6 +183,34 @@ def columns_text(headers: Sequence[str], rows: Rows) -> str:
         ).rstrip()
         for row in (headers, *rows)
     )
+
+
+def markdown_table(record: Mapping[str, Any]) -> str:
+    """Return the measured lines as a table of Markdown: by model and drafter, then by batch."""
+    lines = _measured(record["lines"])
+    order = list(dict.fromkeys((line["model"], line["drafter"]) for line in lines))
+    order.sort(key=lambda kind: list(_MODEL_NAMES).index(kind[0]))
+    rows = []
+    for kind in order:
+        own = [line for line in lines if (line["model"], line["drafter"]) == kind]
+        for line in sorted(own, key=lambda line: line["batch"]):
+            peer, aim = (_number(line[f"{name}_ms"], "{:.2f}") for name in ("peer", "aim"))
+            split = line.get("split") or {}
+            phases = [split.get(f"{name}_ms") for name in ("target", "verify", "draft")]
+            rows.append(
+                [
+                    f"{_MODEL_NAMES[kind[0]]}, `{kind[1]}`",
+                    str(line["batch"]),
+                    f"**{line['ms']:.2f}**",
+                    f"{line['floor_ms']:.2f}",
+                    f"{line['over_floor']:.2f}",
+                    peer.replace("-", ""),
+                    f"{aim} **missed**" if line["aim_met"] is False else aim.replace("-", ""),
+                    ", ".join(_number(ms, "{:.2f}") for ms in phases) if split else "",
+                ]
+            )
+    cells = [_MARKDOWN_HEADERS, ["---"] * len(_MARKDOWN_HEADERS), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
 def record_text(record: Mapping[str, Any]) -> str:

@@ -130,8 +130,14 @@ def test_records_that_do_not_compare_are_refused(section: str, key: str, said: s
     other[section][key] = "another"
     with pytest.raises(ConfigError, match=said):
         compare_records(record, other)
-    with pytest.raises(ConfigError, match="bench='step'"):
-        compare_records(record, {"bench": "step"})
+
+
+def test_a_record_of_another_bench_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    for text in ('{"bench": "step"}', "[]"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="give a record of bench=e2e"):
+            bench_e2e.read_record(path)
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *options: str | Path) -> int:
@@ -181,6 +187,26 @@ def test_tables_show_figures_and_what_was_left_out() -> None:
         console.print(table)
     shown = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert f"8b eagle3 batch 1 {figures}" in shown
+
+
+def test_lines_are_written_in_markdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, path = made_record(), tmp_path / "record.json"
+    record["lines"].reverse()  # a record has lines with an aim first
+    record["lines"][-1] |= {"split": None, "peer_ms": None}
+    record["lines"][-2] = {"name": "8b eagle3 batch 8", "status": "failed", "reason": "no luck"}
+    path.write_text(json.dumps(record))
+    assert run_main(monkeypatch, "--table", path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(record["lines"]) - 1
+    assert lines[2].startswith("| 8B,")
+    at = lines.index("| 8B, `eagle3` | 1 | **5.05** | 4.00 | 1.26 |  | 5.40 |  |")
+    found = "6.00 | 5.40 **missed** | 0.25, 0.25, 0.25"
+    assert lines[at + 1] == f"| 8B, `eagle3` | 32 | **6.60** | 4.00 | 1.65 | {found} |"
+    path.write_text(json.dumps({"bench": "step"}))
+    assert run_main(monkeypatch, "--table", path) == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_record_is_drawn(
