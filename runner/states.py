@@ -30,7 +30,7 @@ class NewRow:
 
 
 class RequestState:
-    """State tensors of N rows; see DESIGN's table for who owns what after a row is added.
+    """State tensors of N rows; comments say who writes what after a row is added.
 
     Args:
         max_num_reqs: N.

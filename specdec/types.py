@@ -139,7 +139,7 @@ def _check(condition: bool, name: str, value: object, allowed: str) -> None:
 
 @dataclass
 class RequestStats:
-    """Counts of one request's verification steps (DESIGN: metrics); lists have length K.
+    """Counts of one request's verification steps (`specdec/metrics.py`); lists have length K.
 
     Drafts of -1 are never counted, nor is anything after the token that ended the request.
     """

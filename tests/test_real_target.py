@@ -3,6 +3,7 @@
 Minutes on two cores; the references are computed once.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,11 @@ def drafter_spec(name: str, texts: list[list[int]]) -> Any:
     specs: dict[str, Any] = {
         "none": "none",
         "ngram": "ngram",
-        "draft_model": {"name": "draft_model", "model": "target"},
+        "suffix": "suffix",
+        "draft_model": "draft_model",
+        "target itself": {"name": "draft_model", "model": "target"},
+        "eagle3": "eagle3",
+        "mixed": {"name": "mixed", "drafters": [{"name": "ngram", "min_n": 4, "max_n": 8}, "eagle3"]},
         "oracle": {"name": "oracle", "texts": texts, "rates": [0.95, 0.9]},
     }
     return specs[name]
@@ -90,8 +95,13 @@ def check_preempted(outputs: list[RequestOutput], batch: str) -> None:
         assert sum(output.stats.num_preemptions for output in outputs) > 0
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "oracle"])
+@pytest.mark.parametrize(
+    ("drafter", "batch"),
+    [
+        *itertools.product(("none", "ngram", "target itself", "oracle"), BATCHES),
+        *itertools.product(("suffix", "draft_model", "eagle3", "mixed"), ("batch", "preempted")),
+    ],
+)
 def test_greedy_text_is_that_of_transformers(
     target: LoadedTarget, references: References, drafter: str, batch: str
 ) -> None:
@@ -100,7 +110,9 @@ def test_greedy_text_is_that_of_transformers(
     different = [i for i, o in enumerate(outputs) if o.token_ids != references.greedy[i]]
     assert different == []
     check_preempted(outputs, batch)
-    if drafter == "draft_model" and batch != "preempted":
+    if drafter != "none":
+        assert sum(o.stats.num_accepted for o in outputs) > 0
+    if drafter == "target itself" and batch != "preempted":
         assert all(o.stats.num_accepted == o.stats.num_drafted > 0 for o in outputs)
 
 
@@ -134,7 +146,7 @@ def sampled_texts(target: LoadedTarget, references: References) -> list[list[int
         ("none", "preempted"),
         ("ngram", "batch"),
         ("ngram", "preempted"),
-        ("draft_model", "batch"),
+        ("target itself", "batch"),
         ("oracle", "alone"),
         ("oracle", "batch"),
     ],

@@ -1,4 +1,4 @@
-"""The stage `eval`: its table is DESIGN's definition, over the requests that the engine ran."""
+"""The stage `eval`: its table is the definition of accepted length, over the requests that the engine ran."""
 
 import dataclasses
 import json

@@ -3,8 +3,8 @@
     python -m experiments.training.eval --config eval.json --out folder
 
 Prompts are the first turns of question files, or the prompts of a dataset's split "valid". Each
-line of the table pools the requests of a file, or of one of its categories, as DESIGN's definition
-has it, with an interval from a bootstrap over prompts. Needs torch, transformers and numpy.
+line of the table pools the requests of a file, or of one of its categories (`specdec/metrics.py`),
+with an interval from a bootstrap over prompts. Needs torch, transformers and numpy.
 """
 
 import gc

@@ -83,6 +83,7 @@ def plan_splits(model: Any, tensor_parallel: TensorParallel) -> dict[str, Split]
         ) from error
     splits: list[Split] = []
     for layer in decoder.layers:
+        _check_size(layer, tensor_parallel.size)
         splits += _plan_attention(layer.self_attn, tensor_parallel)
         splits += _plan_mlp(layer.mlp, tensor_parallel)
     splits.append(_plan_head(model.get_output_embeddings(), tensor_parallel))
@@ -90,18 +91,34 @@ def plan_splits(model: Any, tensor_parallel: TensorParallel) -> dict[str, Split]
     return {names[id(split.linear)]: split for split in splits}
 
 
+def _num_heads(attention: Any) -> tuple[int, int]:
+    """Return the query heads and the KV heads."""
+    projections = attention.q_proj, attention.k_proj
+    num_heads, num_kv_heads = (one.out_features // attention.head_dim for one in projections)
+    return num_heads, num_kv_heads
+
+
+def _check_size(layer: Any, size: int) -> None:
+    """Refuse a number of ranks that does not divide a layer."""
+    num_heads, num_kv_heads = _num_heads(layer.self_attn)
+    width = layer.mlp.gate_proj.out_features
+    allowed = [
+        n
+        for n in range(1, num_heads + 1)
+        if num_heads % n == width % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
+    ]
+    if size not in allowed:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide layers of {num_heads} query heads, "
+            f"{num_kv_heads} KV heads and intermediate_size {width}; give one of "
+            f"{', '.join(map(str, allowed))}"
+        )
+
+
 def _plan_attention(attention: Any, tensor_parallel: TensorParallel) -> list[Split]:
     rank, size = tensor_parallel.rank, tensor_parallel.size
     head_size = attention.head_dim
-    num_heads = attention.q_proj.out_features // head_size
-    num_kv_heads = attention.k_proj.out_features // head_size
-    if num_heads % size:
-        raise _uneven(size, num_heads, "query heads")
-    if num_kv_heads % size and size % num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size={size} and {num_kv_heads} KV heads: neither divides the other; "
-            f"give a size that divides them, or a multiple of them"
-        )
+    num_heads, num_kv_heads = _num_heads(attention)
     queries = _elements(rank * num_heads // size, num_heads // size, head_size)
     kv = _elements(rank * num_kv_heads // size, max(1, num_kv_heads // size), head_size)
     return [
@@ -117,10 +134,7 @@ def _elements(first_head: int, num_heads: int, head_size: int) -> range:
 
 
 def _plan_mlp(mlp: Any, tensor_parallel: TensorParallel) -> list[Split]:
-    width = mlp.gate_proj.out_features
-    if width % tensor_parallel.size:
-        raise _uneven(tensor_parallel.size, width, "elements of intermediate_size")
-    part = tensor_parallel.part_of(width)
+    part = tensor_parallel.part_of(mlp.gate_proj.out_features)
     return [
         Split(mlp.gate_proj, _ROWS, part, True),
         Split(mlp.up_proj, _ROWS, part, True),
@@ -137,13 +151,6 @@ def _plan_head(head: Any, tensor_parallel: TensorParallel) -> Split:
             f"tensor_parallel_size={size} leaves a rank none of {num_rows} tokens; give fewer ranks"
         )
     return Split(head, _ROWS, tensor_parallel.part_of(num_rows), True)
-
-
-def _uneven(size: int, number: int, what: str) -> ConfigError:
-    return ConfigError(
-        f"tensor_parallel_size={size} does not divide the model's {number} {what}; give one of "
-        f"{', '.join(str(n) for n in range(1, number + 1) if number % n == 0 and n <= 64)}"
-    )
 
 
 def split_model(model: Any, tensor_parallel: TensorParallel) -> RankPart:
