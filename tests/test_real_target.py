@@ -83,7 +83,7 @@ def drafter_spec(name: str, texts: list[list[int]]) -> Any:
         "draft_model": "draft_model",
         "target itself": {"name": "draft_model", "model": "target"},
         "eagle3": "eagle3",
-        "mixed": {"name": "mixed", "drafters": [{"name": "ngram", "min_n": 4, "max_n": 8}, "eagle3"]},
+        "mixed": {"name": "mixed", "drafters": [{"name": "ngram", "min_n": 2}, "eagle3"]},
         "oracle": {"name": "oracle", "texts": texts, "rates": [0.95, 0.9]},
     }
     return specs[name]

@@ -1,4 +1,4 @@
-"""The stage `eval`: its table is the definition of accepted length, over the requests that the engine ran."""
+"""The stage `eval`: accepted length as it is defined, over the requests that the engine ran."""
 
 import dataclasses
 import json
