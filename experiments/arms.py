@@ -144,7 +144,8 @@ class Arm:
         self.timings.append(
             {
                 **arm,
-                "category": categories.pop() if len(categories) == 1 else "mixed",
+                # None belongs to no category, whatever theirs are called.
+                "category": categories.pop() if len(categories) == 1 else None,
                 "num_prompts": len({turn.question_id for turn in played.turns}),
                 "num_tokens": sum(len(turn.token_ids) for turn in played.turns),
                 "wall_s": played.wall_s,

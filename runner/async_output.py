@@ -59,7 +59,7 @@ class StepOutput:
 class StepTensors:
     """What a step's verification leaves on the device, one entry a place."""
 
-    sampled_tokens: Tensor  # [R, W] int64, -1 after num_sampled
+    sampled_tokens: Tensor  # [R, W] int64; what stands behind num_sampled means nothing
     num_sampled: Tensor  # [R] int32
     num_rejected: Tensor  # [R] int32
     num_judged: Tensor  # [R] int32

@@ -27,7 +27,7 @@ class LLM:
         target: "smollm2-135m-instruct" (embedded), a hub id, a local folder, or a loaded target.
         drafter: registered name, mapping with a key "name", or a config object; "none" decodes
             autoregressively.
-        verifier: likewise; "greedy", "rejection" or "sampled_match".
+        verifier: likewise; "greedy", "rejection", "sampled_match" or another of docs/verifiers.md.
         num_speculative_tokens: drafts a step at most (K).
         trace: collects step traces where given.
         draft_length: how many of the K drafts a step proposes: "fixed" (all), or another policy by
@@ -55,7 +55,8 @@ class LLM:
         if "config" not in options:  # an EngineConfig instead of its fields: the engine's to check
             names = [f.name for f in dataclasses.fields(EngineConfig)]
             check_keys(options, [*_OWN_OPTIONS, *names], "engine option")
-        replicas = options.get("data_parallel_size", 1)
+        given = options.get("config")
+        replicas = getattr(given, "data_parallel_size", options.get("data_parallel_size", 1))
         several = isinstance(replicas, int) and replicas > 1
         self.engine = (DataParallelEngine if several else Engine)(
             target,
@@ -110,6 +111,9 @@ class LLM:
                     raise type(error)(f"prompt {i}: {error}") from error
                 own.add(name)
             while len(outputs) < len(names):
+                if not self.engine.has_requests:
+                    gone = min(own - outputs.keys())
+                    raise ConfigError(f"request {gone!r} was discarded meanwhile; end it by abort")
                 increments = self.engine.step()
                 foreign += [i for i in increments if i.request_id not in own]
                 for increment in increments:

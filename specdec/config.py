@@ -90,6 +90,10 @@ class EngineConfig:
     exchange_every: int = 1
     check_ranks_every: int = 64
 
+    def __post_init__(self) -> None:
+        """Check every type."""
+        check_types(type(self), vars(self), "engine option")
+
     @property
     def num_ranks(self) -> int:
         """Return the processes that all replicas take together."""

@@ -93,7 +93,11 @@ class Delivery:
         detokenizer, params = request.detokenizer, request.params
         start = len(detokenizer.token_ids)
         room = request.max_total_len - len(request.token_ids)
-        trimmed = trim(run, room, params, self._eos_token_ids, detokenizer)
+        try:
+            trimmed = trim(run, room, params, self._eos_token_ids, detokenizer)
+        except BaseException:  # of the tokenizer; the request gets these tokens again
+            detokenizer.rewind(start)
+            raise
         kept = trimmed.token_ids
         if trimmed.finish_reason is None and dead_end is not None:
             trimmed = Trimmed(kept, "abort", dead_end)

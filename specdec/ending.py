@@ -78,6 +78,13 @@ class Detokenizer:
         self._text = self._text[:at]
         return True
 
+    def rewind(self, num_tokens: int) -> None:
+        """Forget all tokens but the first ones."""
+        del self.token_ids[num_tokens:]
+        self._text, self.stop_string = "", None
+        self._whole, self._runs = _Cursor(), _Cursor()
+        self._lengths, self._num_measured = {0: 0}, 0
+
     def finish(self) -> None:
         """Flush a character that stayed incomplete."""
         if self.stop_string is None:

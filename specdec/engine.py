@@ -427,7 +427,8 @@ class Engine:
         """
         self._in_flight.clear()
         self._empty_steps.clear()
-        for request in self.scheduler.preempt_all():
+        self.scheduler.preempt_all()
+        for request in self.scheduler.waiting:  # one that was just preempted still has its row
             request.row = None
         self.runner.abandon_steps()
         self._planner.forget()
@@ -492,8 +493,8 @@ class Engine:
         self._planner.release(request)
         name = request.request_id
         group = self._groups[name]
-        output = group.end_sample(request, trimmed)
-        if output is not None:
+        if group.unfinished == [request]:  # now: a tokenizer may fail over the text
             del self._groups[name]
+        output = group.end_sample(request, trimmed)
         told = trimmed.token_ids, request.detokenizer, start, request.sample_index
         increments.append(Increment(name, *told, trimmed.finish_reason, output))

@@ -27,7 +27,7 @@ Milliseconds per output token
     between that ran other requests' prompt tokens count.
 Speed-up
     tokens/s of the arm / tokens/s of the autoregressive arm, both over the groups that both ran.
-    A category has one only from groups that hold nothing else; "mixed" groups belong to none.
+    A category has one only from groups that hold nothing else; other groups belong to none.
 Slow groups
     wall_s / num_tokens of the group > 5 x the arm's median (of two middle ones the lower) x the
     least such multiple in another arm, where that is above 1: long prompts are slow in all arms.
@@ -97,7 +97,6 @@ from specdec.units import (
     verify_rows,
 )
 
-MIXED = "mixed"  # the category of a group whose prompts have several
 # "launch": device time inside launches that hold several phases; "host": the rest of the step.
 PHASES = ("inputs", "target", "verify", "draft", "launch", "host")
 

@@ -92,7 +92,7 @@ class DraftBuffers:
 
     draft_tokens: Tensor  # [N, K] int64, -1 = no draft here
     draft_kind: Tensor  # [N] int8
-    draft_logits: Tensor | None  # [N, K, V_draft], where capabilities.offers_q
+    draft_logits: Tensor | None  # [N, K, V] of the target, where capabilities.offers_q
     kv: Any | None  # the drafter's own paged KV cache, where capabilities.kv is given
     # [N, K] float32, the probability that the drafter gives each draft; where the draft length
     # depends on it.
@@ -411,7 +411,7 @@ class VerifyInputs:
     all_greedy: bool  # a hint: True where the host knows that every row has temperature 0
     draft_tokens: Tensor  # [L] int64: the draft that this line judges, -1 = none
     draft_kind: Tensor  # [L] int8
-    draft_logits: Tensor | None  # [N, K, V_draft]
+    draft_logits: Tensor | None  # [N, K, V]
     cu_num_logits: Tensor  # [R + 1] int32: lines before each place
     max_num_logits: int  # W, bound on the lines of a place
     expanded_idx_mapping: Tensor  # [L] int32: line -> row, -1 in padding
@@ -446,10 +446,11 @@ class VerifyOutputs:
 class Verifier(Protocol):
     """Decides how many drafts of a row are kept and draws the token after them.
 
-    `sampler/verify/base.py` has defaults for what a rule may declare besides: `noise_epoch` (noise
-    of drafters is fresh in every step), `draft_stream` (their noise stream), `favours_drawn` (keeps
-    drawn drafts more often than the likeliest), `note` (shown beside the verdict of a lossy rule),
-    `check` (refuses a number of drafts) and `bind` (makes tensors).
+    `sampler/verify/base.py` has defaults for what a rule may declare besides: `honours_masks` (no
+    draft is kept that a logits processor excluded), `noise_epoch` (noise of drafters is fresh in
+    every step), `draft_stream` (their noise stream), `favours_drawn` (keeps drawn drafts more often
+    than the likeliest), `note` (shown beside the verdict of a lossy rule), `check` (refuses a
+    number of drafts) and `bind` (makes tensors).
     """
 
     name: str

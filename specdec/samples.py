@@ -26,17 +26,18 @@ class RequestGroup:
 
     def end_sample(self, sample: Request, trimmed: Trimmed) -> RequestOutput | None:
         """Note how a sample ended; returns the request's output with its last sample."""
-        sample.detokenizer.finish()
         fold_outcomes(sample.outcomes, sample.stats)
-        self._ended[sample.sample_index] = CompletionOutput(
+        self._ended[sample.sample_index] = ended = CompletionOutput(
             index=sample.sample_index,
-            text=sample.detokenizer.text,
+            text="",
             token_ids=sample.output_token_ids,
             finish_reason=trimmed.finish_reason,
             stop_reason=trimmed.stop_reason,
             stats=sample.stats,
             logprobs=sample.logprobs,  # this step's are still to come
         )
+        sample.detokenizer.finish()
+        ended.text = sample.detokenizer.text
         if len(self._ended) < len(self.samples):
             return None
         first = self.samples[0]

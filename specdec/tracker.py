@@ -166,7 +166,8 @@ class CsvTracker:
         """Write a table to a file of its own."""
         if rows:
             with self._guard():
-                lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+                names = list(rows[0])
+                lines = [names, *([row.get(name) for name in names] for row in rows)]
                 self._write(self._folder / f"{name}.csv", "w", lines)
 
     def log_pictures(self, pictures: Mapping[str, Path]) -> None:
@@ -287,7 +288,7 @@ class WandbTracker:
 
                 table = wandb.Table(columns=list(rows[0]))
                 for row in rows:
-                    table.add_data(*row.values())
+                    table.add_data(*(row.get(name) for name in rows[0]))
                 self._run.log({name: table})
 
     def log_pictures(self, pictures: Mapping[str, Path]) -> None:

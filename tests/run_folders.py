@@ -147,7 +147,7 @@ class _Player:
                     "arm": self.arm,
                     "k": self.k,
                     "group": group,
-                    "category": categories.pop() if len(categories) == 1 else "mixed",
+                    "category": categories.pop() if len(categories) == 1 else None,
                     "num_prompts": num_group,
                     "num_tokens": num_group * num_tokens,
                     "wall_s": wall_ms / 1e3,

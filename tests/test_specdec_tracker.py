@@ -40,6 +40,14 @@ def use(tracker: Any, folder: Path) -> None:
     tracker.finish()
 
 
+def test_a_table_has_the_columns_of_its_first_row(tmp_path: Path) -> None:
+    tracker = make_tracker(CsvConfig(), {}, tmp_path)
+    tracker.log_table("arms", [{"a": 1, "b": 2}, {"b": 20, "a": 10}, {"b": 3}])
+    (path,) = tmp_path.rglob("arms.csv")
+    with path.open() as file:
+        assert list(csv.reader(file)) == [["a", "b"], ["1", "2"], ["10", "20"], ["", "3"]]
+
+
 def test_the_null_tracker_leaves_nothing(tmp_path: Path) -> None:
     tracker = make_tracker(TrackerConfig(), {}, tmp_path)
     assert isinstance(tracker, NullTracker)
