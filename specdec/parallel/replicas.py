@@ -38,7 +38,7 @@ from runner.model_runner import ModelRunner
 from specdec.config import EngineConfig, from_mapping
 from specdec.draft_length.base import DraftLengthBase
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError
+from specdec.errors import ConfigError
 from specdec.intake import Prompt
 from specdec.parallel.exchange import gather_bytes, share
 from specdec.parallel.groups import LostRankError, ParallelConfig, RankError, init_groups
@@ -104,7 +104,11 @@ class DataParallelEngine:
         self._check_options(build_config("verifier", verifier)[1])
 
     def _check_options(self, verifier_config: Any) -> None:
-        """Compare what the ranks were built with, and agree on what a replica can hold."""
+        """Compare what the ranks were built with.
+
+        What one replica can hold, each can: a given number of blocks is an option, and a chosen one
+        holds at least a request of `max_model_len`.
+        """
         engine, check = self.engine, RankCheck(self.groups.control, 1)
         names = [type(part).__name__ for part in (engine.drafter, engine.verifier)]
         names.append(type(engine.draft_length).__name__)
@@ -117,11 +121,6 @@ class DataParallelEngine:
         compare_configs(self.groups.control, engine.target)
         compare_targets(self.groups.control, model)
         compare_drafters(self.groups.control, engine.drafter, model)
-        num_blocks = engine.scheduler.blocks.num_blocks
-        if self.groups.control is not None:
-            found = gather_bytes(self.groups.control, encode(num_blocks))
-            num_blocks = min(json.loads(text) for text in found)
-        self._num_blocks = num_blocks  # of the replica that has the fewest
 
     # --- what an engine shows -------------------------------------------------------------------
 
@@ -202,13 +201,6 @@ class DataParallelEngine:
             raise ConfigError(f"request id {request_id!r} is already running; give another")
         group = self.engine.admit(request_id, prompt, params, label)
         first = group.samples[0]
-        blocks = self.engine.scheduler.blocks
-        if blocks.blocks_for(first.max_total_len) > self._num_blocks:
-            raise CapacityError(
-                f"request {request_id!r} may grow to {first.max_total_len} tokens, more than the "
-                f"{self._num_blocks} KV blocks of {blocks.block_size} that every replica has; "
-                "raise num_kv_blocks or lower max_tokens"
-            )
         told = request_id, first.prompt_token_ids, repr(first.params), first.seed
         self._calls = zlib.crc32(encode(told), self._calls)
         num_new = first.max_total_len - first.num_prompt_tokens
