@@ -337,8 +337,8 @@ class Scheduler:
         request.stats.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def preempt_all(self) -> list[Request]:
-        """Send every running request back to wait, first come first; returns them."""
+    def preempt_all(self) -> None:
+        """Send every running request back to wait, first come first."""
         running = list(self.running)
         for request in running:
             self.blocks.free(request.block_ids)
@@ -347,7 +347,6 @@ class Scheduler:
         self.running.clear()
         self.table.clear()
         self._steady = None
-        return running
 
     def _leave(self, column: int) -> None:
         del self.running[column]
